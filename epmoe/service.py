@@ -146,9 +146,8 @@ class ExpertParallel(HoldsWindows):
     _dead: int = 0  # those of them whose process has ended
     _has_weights: bool = True  # its experts, once the caller has done what `resume` returns
     _asleep: _Sleep | None = None  # while it sleeps
-    _joining: int = (
-        0  # the thread that is in `alone`: it has the turn also while there is no exchange
-    )
+    # The thread that is in `alone`, or 0: it has the turn also while there is no exchange.
+    _joining: int = 0
     _owner: int | None = None  # in a forked child: the process that this object belongs to
 
     def __init__(
@@ -159,25 +158,30 @@ class ExpertParallel(HoldsWindows):
     ):
         config = config_of(config)
         self.device = device_of(config, device)
-        with torch.inference_mode(
-            False
-        ):  # otherwise graphs outside inference mode could not take it
-            self.order = torch.zeros(
-                1, dtype=torch.uint8, device=self.device
-            )  # see epmoe/native/opaque.py
+        # Compiled graphs order rounds by it: see epmoe/native/opaque.py. A tensor of inference mode
+        # could not be taken by graphs outside of it.
+        with torch.inference_mode(False):
+            self.order = torch.zeros(1, dtype=torch.uint8, device=self.device)
+
+        # What calls read of the config at every round.
         self._routing = config.routing.options
         self._needs_bias = config.routing.selection_bias
-        self._tags: dict[
-            int, weakref.ref[object] | None
-        ] = {}  # all that were taken; None: for good
+
+        # Tags that layers have taken. None: for good.
+        self._tags: dict[int, weakref.ref[object] | None] = {}
         self._last_tag = 0  # of a round without a tag
+
+        # What outlives groups.
         self.followers = WeakSet()
         self.versions = HeldVersions()
         self._addresses = addresses_on(self.device)
-        self._reading = RLock()  # for `health` of any thread: the memory of its counts stays
         self._layouts = dict[int, object]()  # of each generation
+        # For `health` of any thread: the memory of its counts stays.
+        self._reading = RLock()
+
+        # Become a rank of the group. Callers may build their models under a default device.
         peers = Peers.of(group_of(group), config.exchange.warmup_timeout_s)
-        with torch.device("cpu"):  # callers may build their models under a default device
+        with torch.device("cpu"):
             request = JoinRequest(config.model_dump_json(), versions=self.versions.said())
             self._join(peers, config, request)
         self._mesh = group if isinstance(group, DeviceMesh) else None
@@ -194,9 +198,12 @@ class ExpertParallel(HoldsWindows):
         if self._exchange is not None:
             self._missing = self._exchange.missing()
         ended = self.ended()
-        return [
-            rank for rank in range(self.size) if not self._missing >> rank & 1 and rank not in ended
-        ]
+        survivors = []
+        for rank in range(self.size):
+            is_missing = self._missing >> rank & 1
+            if not is_missing and rank not in ended:
+                survivors.append(rank)
+        return survivors
 
     def ended(self) -> list[int]:
         """Ranks whose processes have ended, as far as this machine sees it; numbered like
@@ -270,30 +277,19 @@ class ExpertParallel(HoldsWindows):
             raise TypeError(f"`placement` must be a Placement, got {describe(placement)}")
         timeout_s = self.config.exchange.warmup_timeout_s
         peers = Peers.of(group_of(group), timeout_s)
-        keeps = placement is None
-        held = None
-        config = self.config if placement is None else self.config.with_placement(placement)
-        if keeps and self.live is not None:
-            held = (
-                self.live.held if self._has_weights else torch.full_like(self.live.held, EMPTY)
-            ).tolist()
-            config = self.config.of_size(peers.size)
-        said = config.model_dump_json(), self.origin, self.generation, self.rank
-        request = JoinRequest(
-            *said,
-            keeps=keeps,
-            held=held,
-            spread_lost=keeps and spread_lost,
-            seat=self._seat,
-            versions=self.versions.said(),
-        )
-        old = self.placement
-        mine = self.rank if self._has_weights else None
-        ranks = [mine if rank == peers.rank else None for rank in range(peers.size)]
+
+        # What this rank asks for, and what it has.
+        config, request = self._resume_request(peers, placement, spread_lost)
+        placement_before = self.placement
+        # For each rank of the new group its rank so far, as far as this one knows: its own.
+        ranks_before: list[int | None] = [None] * peers.size
+        if self._has_weights:
+            ranks_before[peers.rank] = self.rank
+
+        # Become a rank of the new group.
         try:
-            if not device_ends(
-                self.device, timeout_s
-            ):  # a kernel that still runs must keep its windows
+            # A kernel that still runs must keep its windows.
+            if not device_ends(self.device, timeout_s):
                 raise TimeoutError("the GPU has not finished its work")
             with torch.device("cpu"):
                 self._join(peers, config, request, confirm, asleep)
@@ -303,12 +299,46 @@ class ExpertParallel(HoldsWindows):
             raise EPResumeError(timeout_s, error) from error
         self._has_weights = True
         self._mesh = group if isinstance(group, DeviceMesh) else None
+
+        # The experts that this rank has to load.
         if self.live is not None:
-            return _lacking(self.live.held.tolist(), held or [[] for _ in self.live.held])
-        moves = old.moves(self.placement, ranks)[self.rank]
-        if moves:  # from elsewhere
+            wanted = self.live.held.tolist()
+            return _lacking(wanted, request.held or [[] for _ in wanted])
+        moves = placement_before.moves(self.placement, ranks_before)[self.rank]
+        if moves:
+            # Weights that come from elsewhere may be of another version.
             self.versions.doubt()
         return moves
+
+    def _resume_request(
+        self, peers: Peers, placement: Placement | None, spread_lost: bool
+    ) -> tuple[EPConfig, JoinRequest]:
+        """The config that this rank wants in another group, and what it tells the others there."""
+        keeps = placement is None
+        config = self.config
+        if placement is not None:
+            config = config.with_placement(placement)
+
+        # Experts that move stay in their slots, unless the weights have gone.
+        held = None
+        if keeps and self.live is not None:
+            config = config.of_size(peers.size)
+            slots = self.live.held
+            if not self._has_weights:
+                slots = torch.full_like(slots, EMPTY)
+            held = slots.tolist()
+        request = JoinRequest(
+            config.model_dump_json(),
+            self.origin,
+            self.generation,
+            self.rank,
+            keeps=keeps,
+            held=held,
+            spread_lost=keeps and spread_lost,
+            seat=self._seat,
+            versions=self.versions.said(),
+        )
+        return config, request
 
     def alone(self, call: Callable[[], _Result]) -> _Result:
         """Return the result of `call`, during which this thread has the turn. Another thread that
@@ -321,10 +351,16 @@ class ExpertParallel(HoldsWindows):
             raise EPStateError(self._why_unusable())
         generation = self.generation
         caller = get_ident()
-        outer = 0 if self._exchange is None else self._exchange.enter()
+
+        # Take the turn: that of the exchange while there is one, and that of this object.
+        outer = 0
+        if self._exchange is not None:
+            outer = self._exchange.enter()
+        # Asked again: another thread may have released the exchange meanwhile.
         if self._exchange is None and self._joining not in (0, caller):
             raise RuntimeError(ANOTHER_THREAD)
         joining, self._joining = self._joining, caller
+
         try:
             return call()
         except BaseException:
@@ -333,18 +369,21 @@ class ExpertParallel(HoldsWindows):
                 self.lose_weights()
             raise
         finally:
+            # Give the turn back to whom a signal handler has interrupted, or to nobody. The caller
+            # of a signal handler has no turn in windows that it did not see open.
             self._joining = joining
-            if (
-                self._exchange is not None
-            ):  # a signal handler's caller has no turn in windows that it did not see open
-                self._exchange.thread = outer if self.generation == generation else 0
+            if self._exchange is not None:
+                if self.generation != generation:
+                    outer = 0
+                self._exchange.thread = outer
 
     def lose_weights(self) -> None:
         """Leave, since weights are not where `placement` has them: no round is to run on them. The
         waits of the others end at once. This rank may go on in another group, and then all its
         experts are among the moves.
         """
-        self._has_weights, self._asleep = False, None
+        self._has_weights = False
+        self._asleep = None
         self.versions.doubt()
         if self._exchange is not None:
             self._exchange.end_waits()
@@ -359,10 +398,10 @@ class ExpertParallel(HoldsWindows):
         """
         self._leave()
         self._asleep = None
+        # Scratch goes, too, unless this is a fork or another thread is mapping it.
         caller = get_ident()
-        if (
-            self._owner is None and self._exchange is None and self._joining in (0, caller)
-        ):  # no other thread maps it
+        is_mapping_elsewhere = self._joining not in (0, caller)
+        if self._owner is None and self._exchange is None and not is_mapping_elsewhere:
             joining, self._joining = self._joining, caller
             try:
                 self._unmap_scratch()
@@ -376,20 +415,23 @@ class ExpertParallel(HoldsWindows):
 
     def _leave(self) -> None:
         """`close`, but replays find the state of the group in scratch, and do nothing."""
+        # Who is missing, for later calls.
         if self._exchange is not None:
-            self.survivors()  # for later calls
+            self.survivors()
+
         exchange, self._exchange = self._exchange, None
         try:
             if self.live is not None:
                 self.live.close()
-            self.group = self._mesh = (
-                None  # what outlives `destroy_process_group` may end the interpreter by SIGABRT
-            )
+            # A group that outlives `destroy_process_group` may end the interpreter by SIGABRT.
+            self.group = self._mesh = None
             if exchange is not None:
+                # Others wait for this rank in an open round.
                 if exchange.rounds.state != CLOSED:
                     exchange.end_waits()
                 exchange.release()
-        except BaseException:  # of a signal handler
+        except BaseException:
+            # A signal handler has raised: windows go all the same.
             if exchange is not None:
                 exchange.release()
             raise
@@ -408,18 +450,23 @@ class ExpertParallel(HoldsWindows):
         self.alone(partial(self._sleep, free))
 
     def _sleep(self, free: Callable[[], object] | None) -> None:
+        """`sleep`, within `alone`."""
+        # Nothing runs any more, and nothing was reported.
         exchange = self.exchange
         if exchange.rounds.state != CLOSED:
             raise EPStateError("a round is open: combine, or abort on all ranks, before sleep")
         exchange.wait_for_device(self.config.exchange.timeout_s)
         exchange.poll()
+
+        # The caller frees its weights, then the windows go.
         asleep = _Sleep(self._mesh or self.group, self._counts(wait=False))
         if free is not None:
             free()
         try:
             self._asleep = asleep  # before the counts go
             self._leave()
-        finally:  # weights have gone, so it sleeps also where a signal handler raises
+        finally:
+            # Weights have gone, so it sleeps also where a signal handler raises.
             self._has_weights = self._has_weights and free is None
             self._asleep = asleep
             self._leave()
@@ -443,6 +490,7 @@ class ExpertParallel(HoldsWindows):
         self.alone(partial(self._wake, self._asleep, restore))
 
     def _wake(self, sleep: _Sleep, restore: Callable[[], object]) -> None:
+        """`wake`, within `alone`."""
         # All ranks open the windows, unless an earlier call has, and was interrupted behind it.
         if not sleep.is_joined:
             has_weights = self._has_weights
@@ -478,13 +526,12 @@ class ExpertParallel(HoldsWindows):
         raises EPStateError. Where rounds are refused, since ranks have different versions of a
         trainer's weights, no graph is valid until a new `WeightReceiver` has been made.
         """
+        if self._exchange is None:
+            return False
         now = self._layouts.get(self.generation)
-        return (
-            self._exchange is not None
-            and now is not None
-            and self._layouts.get(generation) == now
-            and self.versions.is_settled
-        )
+        if not self.versions.is_settled:
+            return False
+        return now is not None and self._layouts.get(generation) == now
 
     def __enter__(self) -> Self:
         return self
@@ -546,12 +593,14 @@ class ExpertParallel(HoldsWindows):
             )
         exchange = self.exchange
         model = self.config.model
+        # Sizes of the config, which `route` does not know.
         shape: tuple[int, ...] = getattr(logits, "shape", ())
         if len(shape) != 2 or shape[1] != model.num_experts or logits.device != self.device:
             check_tensor("logits", logits, FLOATS, ("T", model.num_experts), self.device)
         counters = exchange.views["health.counters"]
         options = self._routing
-        outer = exchange.enter()  # in place: `run` would cost each layer 0.3 µs
+        # The turn is taken in place: `run` would cost each layer 0.3 µs.
+        outer = exchange.enter()
         try:
             return route(
                 logits,
@@ -624,7 +673,8 @@ class ExpertParallel(HoldsWindows):
             EPTimeoutError: ranks did not arrive in time, or left. Ctrl-C, too, ends a wait, and
                 leaves the round open.
         """
-        given = (
+        # By position, in the order of `Call`: names would cost each round 0.4 µs.
+        arguments = (
             x,
             ids,
             weights,
@@ -636,7 +686,7 @@ class ExpertParallel(HoldsWindows):
             aligned,
             extra,
         )
-        return self.exchange.dispatch(new_call(given))
+        return self.exchange.dispatch(new_call(arguments))
 
     def dispatch_send(
         self,
@@ -658,7 +708,8 @@ class ExpertParallel(HoldsWindows):
         Returns the open round, for `dispatch_recv`. No argument, `num_tokens` included, may be
         overwritten before `dispatch_recv` has returned.
         """
-        given = (
+        # By position, as in `dispatch`.
+        arguments = (
             x,
             ids,
             weights,
@@ -670,7 +721,7 @@ class ExpertParallel(HoldsWindows):
             aligned,
             extra,
         )
-        return self.exchange.dispatch_send(new_call(given))
+        return self.exchange.dispatch_send(new_call(arguments))
 
     def dispatch_recv(self, sent: Sent) -> Dispatched:
         """The receive phase of `dispatch`: waits for every rank's tokens, and returns the round as
@@ -774,15 +825,17 @@ class ExpertParallel(HoldsWindows):
         exchange = self.exchange
         if exchange.rounds.is_of_another():
             raise EPStateError("another thread has the round, so this one has none to skip")
-        exchange.abort(
-            exchange.dispatch_send(exchange.templates.no_tokens(shape or self.last_shape, tag))
-        )
+        call = exchange.templates.no_tokens(shape or self.last_shape, tag)
+        sent = exchange.dispatch_send(call)
+        exchange.abort(sent)
 
     @property
     def last_shape(self) -> RoundShape:
         """The shape of this object's last round; before the first, that of the config."""
         template = self.exchange.rounds.template
-        return RoundShape.of(self.config) if template is None else template.shape
+        if template is None:
+            return RoundShape.of(self.config)
+        return template.shape
 
     def giving_up(
         self, tag: int, shape: Callable[[], RoundShape | None] = lambda: None
@@ -796,7 +849,8 @@ class ExpertParallel(HoldsWindows):
         exchange = self.exchange
 
         def skip() -> None:
-            if exchange is self._exchange:  # not resumed or closed meanwhile
+            # The round has gone where this object was resumed or closed meanwhile.
+            if exchange is self._exchange:
                 self.skip(shape(), tag=tag)
 
         return exchange.giving_up(skip)
@@ -827,7 +881,7 @@ class ExpertParallel(HoldsWindows):
         """
         if tag is None:
             tag = self._last_tag = self.next_tag
-        elif tag in self._tags and ((ref := self._tags[tag]) is None or ref() is not None):
+        elif self._is_taken(tag):
             raise ValueError(
                 f"tag {tag} must belong to one layer, but another one of this ExpertParallel has "
                 f"it: the tag is `layer_id` modulo {constant('kMaxTag') + 1}, or by default the "
@@ -835,6 +889,13 @@ class ExpertParallel(HoldsWindows):
             )
         self._tags[tag] = None if owner is None else weakref.ref(owner)
         return tag
+
+    def _is_taken(self, tag: int) -> bool:
+        """Whether a layer has this tag, and is still there or has taken it for good."""
+        if tag not in self._tags:
+            return False
+        owner = self._tags[tag]
+        return owner is None or owner() is not None
 
     @property
     def next_tag(self) -> int:
@@ -844,7 +905,8 @@ class ExpertParallel(HoldsWindows):
         tag = self._last_tag + 1
         while tag in self._tags:
             tag += 1
-        if tag > (most := constant("kMaxTag")):
+        most = constant("kMaxTag")
+        if tag > most:
             raise ValueError(f"an ExpertParallel has tags for {most} layers, and all were taken")
         return tag
 
@@ -962,6 +1024,7 @@ class ExpertParallel(HoldsWindows):
         if self._asleep is None or self._owner is not None:
             _ = self.exchange  # raises once this object is closed
             with self._reading:
+                # Another thread may have put it to sleep since.
                 if self._asleep is None:
                     return self._counts(wait)
         return self._asleep.health
@@ -990,7 +1053,10 @@ class ExpertParallel(HoldsWindows):
             EPRefusedError: of `replace`.
         """
         exchange = self.exchange
-        exchange.run(exchange.poll if self.live is None else self._poll)
+        if self.live is None:
+            exchange.run(exchange.poll)
+        else:
+            exchange.run(self._poll)
 
     @takes_turn_of_exchange
     def check(self, timeout_s: float | None = None) -> None:
@@ -1018,8 +1084,11 @@ class ExpertParallel(HoldsWindows):
         """
         joined: _Joined | None = None
         caller = get_ident()
-        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        stream = None
+        if self.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.device)
 
+        # The last step, once all ranks have opened their windows: on a thread of its own.
         def become() -> None:
             assert joined is not None
             exchange = joined.exchange
@@ -1035,61 +1104,81 @@ class ExpertParallel(HoldsWindows):
 
         try:
             with opening(peers, become) as agreed:
+                # Ranks tell one another what they want. All can do it from here on.
                 terms = self._agree(peers, config, request, agreed)
-                # All can now: whoever resumes releases the old windows.
-                holds = peers.all_gather(self._keeps_weights(terms, peers.rank))
+                keeps_weights = all(peers.all_gather(self._keeps_weights(terms, peers.rank)))
+
+                # Whoever resumes releases the old windows: both might not fit.
                 self._leave()
+
+                # Open the new ones. Buffers made in inference mode could not be written outside.
                 seats = agreed.seats(terms.config)
-                # Buffers made in inference mode could not be written outside of it.
                 with torch.inference_mode(False):
                     exchange = open_exchange(
                         terms.config, peers, seats, self._addresses, agreed.name
                     )
-                    joined = _Joined(agreed, terms, seats, exchange, all(holds))
+                    joined = _Joined(agreed, terms, seats, exchange, keeps_weights)
         except BaseException:
-            if joined is None:
-                if self._exchange is None:
-                    # A signal handler may have raised before the windows were known here.
-                    self._addresses.unmap_windows()
-            elif self._exchange is not joined.exchange:
-                joined.exchange.release()
+            self._drop_windows(joined)
             raise
+
+    def _drop_windows(self, joined: _Joined | None) -> None:
+        """After an exception of `_join`: release the new windows, unless this rank has become one
+        of the group by them.
+        """
+        if joined is None:
+            # A signal handler may have raised before the windows were known here.
+            if self._exchange is None:
+                self._addresses.unmap_windows()
+        elif self._exchange is not joined.exchange:
+            joined.exchange.release()
 
     def _agree(
         self, peers: Peers, config: EPConfig, request: JoinRequest, agreed: Agreement
     ) -> _Terms:
-        """What the group is to be, by what all ranks bring. Nothing has changed yet."""
+        """Settle with all ranks what the group is to be, by what each of them brings. It changes
+        nothing of this object yet.
+        """
         # Slots of a file count as those that this rank holds.
-        first = None if config.placement.slots is None else read_slots(config)
-        if first is not None:
-            request = dataclasses.replace(request, held=slots_of(first, peers.rank, config))
+        slots_of_file = None
+        if config.placement.slots is not None:
+            slots_of_file = read_slots(config)
+            held = slots_of(slots_of_file, peers.rank, config)
+            request = dataclasses.replace(request, held=held)
         agreed.reach(peers, request)
+
         # Ranks that are gone leave their experts to others.
         if agreed.former is not None and not config.placement.live:
             gone = set(range(config.topology.ep_size)).difference(agreed.former)
             placement = config.place_experts().without(gone, spread_lost=request.spread_lost)
             config = config.with_placement(placement)
         check_size(config, peers)
-        spread_lost = any(one.spread_lost for one in agreed.requests)
-        held = [one.held for one in agreed.requests]
-        slots = agree_on_slots(config, held, peers.rank, first, spread_lost)
+
+        # Experts that move stay in the slots that ranks hold.
+        spread_lost = any(request.spread_lost for request in agreed.requests)
+        held_by_ranks = [request.held for request in agreed.requests]
+        slots = agree_on_slots(config, held_by_ranks, peers.rank, slots_of_file, spread_lost)
+
+        # What raises by itself on this rank: a device that does not fit, a build that fails.
         device_of(config, self.device)
         prepare(config, self.device)
         return _Terms(config, config.place_experts(), slots)
 
     def _become(self, peers: Peers, joined: _Joined, caller: int, asleep: _Sleep | None) -> None:
         """Be a rank of the group that has opened. `caller` is the thread whose turn it is."""
-        agreed, terms, seats, exchange, whole = joined
+        agreed = joined.agreed
+        terms = joined.terms
+        exchange = joined.exchange
         # Who this rank is.
         self.config = terms.config
         self.placement = terms.placement
         self.origin = agreed.origin
         self.generation = agreed.generation
-        self.processes = [one.process for one in agreed.requests]
+        self.processes = [request.process for request in agreed.requests]
         self.group = peers.group
         self.rank = peers.rank
         self.size = peers.size
-        self._seat = seats.of_ranks[peers.rank]
+        self._seat = joined.seats.of_ranks[peers.rank]
         # Its windows.
         exchange.thread = caller
         self._exchange = exchange
@@ -1097,14 +1186,15 @@ class ExpertParallel(HoldsWindows):
         self._dead = 0
         self._layouts[self.generation] = exchange.layout
         # Its experts, and what its layers keep for them.
-        self.versions.compare([one.versions for one in agreed.requests], whole)
+        self.versions.compare([request.versions for request in agreed.requests], joined.whole)
         exchange.templates.check_weights = self.versions.check
         if terms.config.placement.live:
             assert isinstance(exchange, NodeExchange)
+            # Layers have told the experts of the group so far where their weights lie.
             weights = {} if self.live is None else self.live.weights
             self.live = LiveExperts(terms.config, exchange, terms.slots, weights)
         for follower in self.followers:
-            follower.regroup(self.num_local_experts, whole=whole)
+            follower.regroup(self.num_local_experts, whole=joined.keeps_weights)
         self._asleep = asleep
         _open.add(self)
 
@@ -1112,30 +1202,36 @@ class ExpertParallel(HoldsWindows):
         """Whether this rank has the weights of each expert that it is to hold in the next group, in
         the same slot.
         """
-        config, placement, slots = terms
-        if not self._has_weights or config.placement.live and slots is None:
-            return False  # slots begin again, or nothing was loaded into them
+        slots = terms.slots
+        slots_begin_again = terms.config.placement.live and slots is None
+        if slots_begin_again or not self._has_weights:
+            return False
+
+        # The experts that it is to hold, by layer.
         if slots is None:
-            wanted = [placement.logical_experts(rank)]
+            wanted = [terms.placement.logical_experts(rank)]
         else:
-            wanted = slots_of(slots, rank, config)
+            wanted = slots_of(slots, rank, terms.config)
+
+        # Those that it has held so far: none before its first group.
         before: Placement | None = getattr(self, "placement", None)
-        had = [[] for _ in wanted] if before is None else [before.logical_experts(self.rank)]
         if self.live is not None:
             had = self.live.held.tolist()
+        elif before is not None:
+            had = [before.logical_experts(self.rank)]
+        else:
+            had = [[] for _ in wanted]
         return not _lacking(wanted, had)
 
     def _why_unusable(self) -> str:
-        if self._owner is None:
+        if self._owner is not None:
             return (
-                "this ExpertParallel sleeps: call `wake`"
-                if self.asleep
-                else "this ExpertParallel is closed"
+                f"this ExpertParallel belongs to process {self._owner}, of which this process is a "
+                "fork: each process makes its own"
             )
-        return (
-            f"this ExpertParallel belongs to process {self._owner}, of which this process is a "
-            "fork: each process makes its own"
-        )
+        if self.asleep:
+            return "this ExpertParallel sleeps: call `wake`"
+        return "this ExpertParallel is closed"
 
     def _disown(self) -> None:
         """In a forked child: drop the windows of the parent, and destroy nothing that the parent's
@@ -1145,9 +1241,11 @@ class ExpertParallel(HoldsWindows):
             self._owner = os.getppid()
         if self.live is not None:
             self.live.mail.close(self._why_unusable())
+        # One reference too many: nothing of them is destroyed before the process ends.
         for kept in (self._exchange, self.group, self.live):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # until the process ends
-        self._exchange = self.group = None
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        self._exchange = None
+        self.group = None
 
     def _poll(self) -> None:
         self.exchange.poll()
@@ -1161,12 +1259,14 @@ class ExpertParallel(HoldsWindows):
         return self.live
 
     def __repr__(self) -> str:
+        # The shape of rounds.
         model = self.config.model
         M = self.config.capacity.max_num_tokens_per_rank
         shape = (
             f"E={model.num_experts} K={model.num_experts_per_tok} D={model.hidden_size} "
             f"{model.dtype}, M={M}"
         )
+        # How far it is.
         exchange = self._exchange
         if self.asleep:
             state = "asleep"
@@ -1176,22 +1276,24 @@ class ExpertParallel(HoldsWindows):
             state = "closed"
         else:
             state = f"of process {self._owner}"
-        where = f"rank {self.rank} of {self.size}" + (
-            f", generation {self.generation}" if self.generation else ""
-        )
+        # Whose rank it is.
+        where = f"rank {self.rank} of {self.size}"
+        if self.generation:
+            where += f", generation {self.generation}"
         return f"ExpertParallel({where}, {shape}, {self.device}, {state})"
 
 
 def _lacking(wanted: Table, had: Table) -> tuple[Move, ...]:
-    """The experts that slots are to hold, and that they do not hold yet."""
-    layers = enumerate(zip(wanted, had, strict=True), 1)
-    lacking = (
-        (i, x, tag)
-        for tag, (experts, held) in layers
-        for i, x in enumerate(experts)
-        if held[i : i + 1] != [x]
-    )
-    return tuple(Move(i, expert, None, tag) for i, expert, tag in lacking if expert != EMPTY)
+    """The experts that slots are to hold, and that they do not hold yet. Tables are by layer, whose
+    tags begin at 1; a layer may have had fewer slots.
+    """
+    lacking = []
+    for tag, (experts, held) in enumerate(zip(wanted, had, strict=True), 1):
+        for slot, expert in enumerate(experts):
+            is_there = slot < len(held) and held[slot] == expert
+            if expert != EMPTY and not is_there:
+                lacking.append(Move(slot, expert, None, tag))
+    return tuple(lacking)
 
 
 def join_group(
@@ -1223,9 +1325,16 @@ def join_group(
         MemoryError: the windows do not fit.
         PermissionError: other users can write into the folder.
     """
-    on_gpu = torch.cuda.is_initialized() if device is None else torch.device(device).type == "cuda"
-    load(torch.device("cuda" if on_gpu else "cpu"))
+    # Build and load the native library before others wait for this rank.
+    if device is not None:
+        device_type = torch.device(device).type
+    elif torch.cuda.is_initialized():
+        device_type = "cuda"
+    else:
+        device_type = "cpu"
+    load(torch.device(device_type))
 
+    # Called once the others have taken this rank in.
     def make(config: EPConfig, confirm: Confirm) -> ExpertParallel:
         ep = ExpertParallel(config, device=device)
         try:
@@ -1299,18 +1408,29 @@ def _hand_over(
     """Experts that only ranks from `size` on hold move to the others, as far as these
     have slots.
     """
-    settle = ep.apply if balancer is None else balancer.finish
-    with suppress(EPTimeoutError):  # others may have come further: the group changes all the same
-        settle()
+    # Others may have come further after a timeout: the group changes all the same.
+    with suppress(EPTimeoutError):
+        # Moves that are under way end first.
+        if balancer is None:
+            ep.apply()
+        else:
+            balancer.finish()
+
         slots = ep.slots
         S = ep.num_local_experts
-        if size * S >= ep.config.model.num_experts:
-            stay = [[layer[r * S : (r + 1) * S] for layer in slots.tolist()] for r in range(size)]
-            slots.fill_(EMPTY)[:, : size * S] = torch.tensor(
-                keep_slots(ep.config, stay, spread_lost=True)
-            )
-            ep.replace(slots, weights)
-            ep.apply()
+        if size * S < ep.config.model.num_experts:
+            return
+
+        # Experts stay in the slots of the ranks that stay; those without one get free slots.
+        layers = slots.tolist()
+        stay = []
+        for rank in range(size):
+            own = slice(rank * S, (rank + 1) * S)
+            stay.append([layer[own] for layer in layers])
+        slots.fill_(EMPTY)
+        slots[:, : size * S] = torch.tensor(keep_slots(ep.config, stay, spread_lost=True))
+        ep.replace(slots, weights)
+        ep.apply()
 
 
 _open: WeakSet[ExpertParallel] = WeakSet()
@@ -1321,6 +1441,5 @@ def _disown_all() -> None:
         ep._disown()
 
 
-os.register_at_fork(
-    after_in_child=_disown_all
-)  # calls need not ask for the process, which would cost each of them
+# So calls need not ask for the process, which would cost each of them.
+os.register_at_fork(after_in_child=_disown_all)

@@ -77,7 +77,8 @@ class Packed:
         slabs = Slabs(
             memory, RoundShape(D, K, x.dtype), call, epoch=7, inside_epoch=1, most_tokens=slots
         )
-        slabs.tag[-1] = 7  # the stamp of CPUs is another one than that of GPUs
+        # The stamp of CPUs is another one than that of GPUs.
+        slabs.tag = slabs.tag._replace(stamp=7)
         slabs.pack(call.operands(T, call.x.device))  # with the index of a GPU
         self.tag = slabs.tag
         self.slot = memory.slot
@@ -138,7 +139,7 @@ def test_each_token_once_for_each_node_in_token_order(device, slots, num_rows):
         assert got.counts[node] == got.rows_sent[node] == used
         assert len(slab) == slots
         assert slab[used:, row.ids : row.ids + 4 * K].contiguous().view(torch.int32).eq(-1).all()
-        assert slab[0, row.tag : row.tag + 16].view(torch.int32).tolist() == got.tag
+        assert slab[0, row.tag : row.tag + 16].view(torch.int32).tolist() == list(got.tag)
     assert got.counters[5] == dropped
     assert got.needed == (most if most > slots else 0)
     assert got.slots_of[num_rows:].eq(-1).all()
@@ -172,9 +173,9 @@ def test_what_differs_between_nodes_is_named_within_its_bits():
         call = Call(x[:, :64], ids, weights, tag=3)
         slabs = Slabs(memory, shape, call, epoch=7, inside_epoch=1, most_tokens=None)
         first = slabs._space()[slabs.slab_rows :][: 2 * slabs.stride : slabs.stride]
-        sent = torch.tensor([[*tag, slabs.tag[-1]] for tag in tags], dtype=torch.int32)
+        sent = torch.tensor([[*tag, slabs.tag.stamp] for tag in tags], dtype=torch.int32)
         first[:, memory.slot.tag : memory.slot.tag + 16] = sent.view(torch.uint8)
-        assert slabs.differing() == want
+        assert slabs.mismatch() == want
 
 
 @ON_GPUS

@@ -84,6 +84,7 @@ class HostMemory:
         self._libc.munmap(address, nbytes)
 
     def create(self, nbytes: int) -> int:
+        # Reserve all of it now: a shortage in a round would end this process.
         descriptor = os.memfd_create("epmoe-window", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(descriptor, 0, nbytes)
@@ -118,13 +119,19 @@ class HostMemory:
     def _mmap(
         self, address: int | None, nbytes: int, protection: int, flags: int, descriptor: int = -1
     ) -> int:
-        fixed = 0 if address is None else _MAP_FIXED
-        mapped: int = self._libc.mmap(address, nbytes, protection, flags | fixed, descriptor, 0)
-        if mapped == _MAP_FAILED:
-            code = ctypes.get_errno()
-            why = f"cannot map {nbytes:,} bytes: {os.strerror(code)}"
-            raise MemoryError(why) if code == errno.ENOMEM else OSError(code, why)
-        return mapped
+        """The address of the new mapping: `address`, or for None one that is free. Raises
+        MemoryError where there is no memory, and OSError for other reasons.
+        """
+        if address is not None:
+            flags |= _MAP_FIXED
+        mapped: int = self._libc.mmap(address, nbytes, protection, flags, descriptor, 0)
+        if mapped != _MAP_FAILED:
+            return mapped
+        code = ctypes.get_errno()
+        why = f"cannot map {nbytes:,} bytes: {os.strerror(code)}"
+        if code == errno.ENOMEM:
+            raise MemoryError(why)
+        raise OSError(code, why)
 
 
 class Places:
@@ -139,6 +146,8 @@ class Places:
         self._memory = memory
         self._mapped = dict[int, int]()  # bytes by address
         self._begin = memory.reserve(count * self.stride)
+        # With the last tensor of it the memory goes, but not at the end of the process: other
+        # threads may still use it there.
         kept = os.getpid(), memory, self._mapped, self._begin, count * self.stride
         weakref.finalize(self, _give_back, *kept).atexit = False
 
@@ -184,7 +193,8 @@ class Places:
         address = self._begin + place * self.stride + begin
         device = self._memory.device
         storage: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
-        storage.places = self  # which lives as long as the storage, also one that only C++ has
+        # This object lives as long as the storage, also one that only C++ has.
+        storage.places = self
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
     def unmap(self) -> None:
@@ -195,6 +205,7 @@ class Places:
 
 
 def _give_back(owner: int, memory: Memory, mapped: dict[int, int], begin: int, nbytes: int) -> None:
+    """Unmap what is left, and free the addresses, unless this process is a fork of the owner."""
     if os.getpid() != owner:
         return
     # The GPU may have failed, or may still read the memory.
@@ -236,9 +247,12 @@ class Addresses:
         otherwise new ones.
         """
         places = self._windows
-        if places is None or places.mapped or ranks > places.count or nbytes > places.stride:
-            self._windows = places = Places(self.memory, ranks, nbytes)
-        return places
+        if places is not None:
+            has_room = ranks <= places.count and nbytes <= places.stride
+            if has_room and not places.mapped:
+                return places
+        self._windows = Places(self.memory, ranks, nbytes)
+        return self._windows
 
     def scratch(self, layout: tuple[int, ...], nbytes: int) -> Tensor:
         """uint8 [nbytes], the same memory for equal layouts until `unmap_scratch`, which keeps its
@@ -248,7 +262,9 @@ class Addresses:
         if places is None:
             places = Places(self.memory, 1, nbytes)
             self._scratch[layout] = places
-        return places.view(0, nbytes) if places.mapped else places.map(0, None, nbytes)
+        if places.mapped:
+            return places.view(0, nbytes)
+        return places.map(0, None, nbytes)
 
     def words(self) -> Tensor:
         """uint8, on the host: what kernels write for it, zeros."""

@@ -29,14 +29,17 @@ class Call(NamedTuple):
     extra: Tensor | Extra | None = None  # an Extra: it lies behind the rows of x already
 
     def operands(self, T: int, device: torch.device) -> tuple[Any, ...]:
-        """The tensors as the operators take them, then `num_tokens` as a tensor or None, and as a
-        number of rows.
+        """The first arguments of the operators of dispatch: x, ids, weights and scales as they take
+        them, then the number of tokens as a tensor on the device or None, and as a number of rows.
 
         T is from `Templates.of`: reading it from x again costs 0.15 µs. Raises what `token_count`
         does.
         """
         x, ids, weights, scales, num_tokens = self[:5]
-        tokens, rows = (None, T) if num_tokens is None else token_count(num_tokens, T, device)
+        tokens = None
+        rows = T
+        if num_tokens is not None:
+            tokens, rows = token_count(num_tokens, T, device)
         return aligned_rows(x), contiguous_rows(ids), contiguous_rows(weights), scales, tokens, rows
 
 

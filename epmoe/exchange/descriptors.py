@@ -76,19 +76,23 @@ class Descriptors:
         deadlines: Deadlines,
         zero_gaps: bool,
     ) -> None:
-        first, later = (round(seconds * 1e9) for seconds in (deadlines.first_s, deadlines.later_s))
-        self._of_all = {"first_timeout_ns": first, "timeout_ns": later, "status": status}
+        self._of_all = {
+            "first_timeout_ns": round(deadlines.first_s * 1e9),
+            "timeout_ns": round(deadlines.later_s * 1e9),
+            "status": status,
+        }
         self._zero_gaps = zero_gaps
         self._plan = plan
         self._windows = windows
         self._made: dict[tuple[bool, ...], Tensor] = {}
 
     def any(self) -> Tensor:
+        """One of those that calls have had."""
         return next(iter(self._made.values()))
 
     def of(self, expert_major: bool, weight_rows: bool, aligned: bool) -> Tensor:
-        """That of calls with these flags: `aligned` rows begin each expert's segment at a multiple
-        of the alignment.
+        """The descriptor of calls with these flags. `aligned`: each expert's segment begins at a
+        multiple of the alignment.
         """
         flags = expert_major, weight_rows, aligned
         if flags not in self._made:
@@ -98,7 +102,11 @@ class Descriptors:
                 "weight_rows": weight_rows,
                 "zero_gaps": zero_gaps,
             }
-            plan = self._plan.as_ints(**{} if aligned else {"alignment": 1, "small_alignment": 1})
+            # Without gaps, every row is a multiple.
+            without_gaps = {}
+            if not aligned:
+                without_gaps = {"alignment": 1, "small_alignment": 1}
+            plan = self._plan.as_ints(**without_gaps)
             # Fields of training are 0.
             fields = words("ExchangeDescriptor", defaultdict(int, self._of_all | of_round))
             values = [*plan, *fields, *self._windows]
@@ -116,21 +124,29 @@ class Descriptors:
         made = descriptor.clone()
         plan = struct("ExchangePlan").from_address(made.data_ptr())
         fields = _fields(made)
+
+        # Where rows go: offsets from the start of the region in which the plan has the buffer.
         if into.rows is not None:
-            in_window = self._plan["rows"].region == "window"
-            plan.rows = into.rows.data_ptr() - (self._windows[plan.rank] if in_window else scratch)
+            region = scratch
+            if self._plan["rows"].region == "window":
+                region = self._windows[plan.rank]
+            plan.rows = into.rows.data_ptr() - region
             plan.max_rows = len(into.rows)
         plan.expert_offsets = into.expert_offsets.data_ptr() - scratch
         plan.tokens_per_expert = into.tokens_per_expert.data_ptr() - scratch
         plan.num_sms = min(plan.num_sms, num_sms)
         plan.small_alignment = plan.alignment  # as `Routed` has it
         fields.zero_gaps = plan.alignment > 1  # gradients of weights read gaps
+
+        # What happens to rows and their weights.
         fields.to_caller = True
         fields.keeps_zeros = into.keeps_zeros
         fields.adds_only = into.adds_only
         fields.returns_values = into.returns_values
         fields.zero_tail = into.rows is not None
-        fields.row_weights = 0 if into.row_weights is None else into.row_weights.data_ptr()
+        fields.row_weights = 0
+        if into.row_weights is not None:
+            fields.row_weights = into.row_weights.data_ptr()
         if into.multiplies is not None:
             outputs, products = into.multiplies
             fields.outputs = outputs.data_ptr()

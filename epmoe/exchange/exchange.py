@@ -44,6 +44,7 @@ def takes_turn(call: Callable[_P, _Result]) -> Callable[_P, _Result]:
     handler may raise and nobody ends the turn.
     """
 
+    # The exchange is the first argument, `self`.
     @wraps(call)
     def entered(*args: Any) -> Any:
         exchange = args[0]
@@ -181,6 +182,7 @@ class Exchange(ABC):
         """`ExpertParallel.at_most`."""
         if tokens is not None and (not is_int(tokens) or tokens < 0):
             raise ValueError(f"`tokens` must be an int of at least 0, got {tokens!r}")
+        # Rounds that open within it take the number from here.
         before = self.rounds.most_tokens
         try:
             self.rounds.most_tokens = tokens
@@ -209,6 +211,7 @@ class Exchange(ABC):
         """
         rounds = self.rounds
         try:
+            # The epoch of the next round, and in the lowest bit whether there are more.
             rounds.progress.more_rounds = 2 * (rounds.count + 1) + has_more
             return call()
         finally:
@@ -223,18 +226,22 @@ class Exchange(ABC):
         be refused must not cost it its round.
         """
         caller = get_ident()
-        # CPython switches threads at calls and jumps back only, of which there is none between
-        # comparing and storing.
+        # CPython switches threads at calls and jumps back only. There is none between comparing and
+        # storing.
         while (holder := self.thread) and holder != caller:
             self._wait_or_refuse(caller)
         self.thread = caller
         return holder
 
     def _wait_or_refuse(self, caller: int) -> None:
+        """Return once no other thread is in a call. Raises RuntimeError where this one has no open
+        round, or the deadline of a wait has passed.
+        """
         rounds = self.rounds
         deadline = time.monotonic() + self.deadlines.wait_s()
         while self.thread not in (0, caller):
-            if rounds.opener != caller or rounds.state == CLOSED or time.monotonic() > deadline:
+            has_round = rounds.opener == caller and rounds.state != CLOSED
+            if not has_round or time.monotonic() > deadline:
                 rounds.turn_away(caller)
                 raise RuntimeError(ANOTHER_THREAD)
             time.sleep(_GLANCE_S)
@@ -252,10 +259,10 @@ class Exchange(ABC):
             f"did not end on this rank's own GPU within {timeout_s} s: its own kernel was not "
             "scheduled, since others hold the GPU, or it waits for ranks"
         )
-        stage = STAGES[self.rounds.state in (CLOSED, RETURNING)]
-        raise EPTimeoutError(
-            stage, self.rounds.count, [self.rank], [self.global_ranks[self.rank]], why
-        )
+        is_combine = self.rounds.state in (CLOSED, RETURNING)
+        stage = STAGES[is_combine]
+        global_rank = self.global_ranks[self.rank]
+        raise EPTimeoutError(stage, self.rounds.count, [self.rank], [global_rank], why)
 
     def poll(self) -> None:
         """Raise what was reported so far: `check` and `check_rounds`."""
@@ -275,11 +282,14 @@ class Exchange(ABC):
 
     @takes_turn
     def _abort(self, handle: Sent | Dispatched | None) -> None:
+        # The caller has an exception already: nothing is raised in its place.
         if handle is None:
             if self.rounds.state != CLOSED and not self.failed:
                 self.abort_open_round()
                 self.drop_reports()
             return
+
+        # That of the open round, and nothing was reported.
         self.check_open(handle)
         if self.rounds.handle is not handle or self.rounds.state == CLOSED:
             self.rounds.refuse(handle, "abort", "dispatched")
@@ -294,20 +304,18 @@ class Exchange(ABC):
         `skip` takes part in the round where the exception comes earlier. Nothing is raised in place
         of the exception.
         """
-        before = self.rounds.count
+        rounds = self.rounds
+        before = rounds.count
         try:
             yield
         except BaseException:
-            rounds = self.rounds
             if rounds.opened_after(before):
                 self.abort(None)
-            elif (
-                skip is not None
-                and rounds.count == before
-                and not self.failed
-                and not rounds.is_of_another()
-            ):
-                # The reason is in `refuse_tangents`.
+                raise
+            # The others may come to the round, and then wait for this rank in it.
+            is_to_come = rounds.count == before and not self.failed and not rounds.is_of_another()
+            if skip is not None and is_to_come:
+                # The reason for the second context is in `refuse_tangents`.
                 with suppress(RuntimeError), temporarily_clear_interpreter_stack():
                     skip()
             raise
@@ -319,6 +327,7 @@ class Exchange(ABC):
         try:
             self.check()
         except EPMismatchError:
-            if self.rounds.handle is handle and self.rounds.state != CLOSED and not self.failed:
+            is_open = self.rounds.handle is handle and self.rounds.state != CLOSED
+            if is_open and not self.failed:
                 self.abort_open_round()
             raise

@@ -23,6 +23,8 @@ from epmoe.native.formats import EXTRA_IN_LINE, LINE_BYTES, WireFormat
 
 
 class Extra(NamedTuple):
+    """Dtype and shape of what one token brings."""
+
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -49,10 +51,14 @@ class Extra(NamedTuple):
         T, D = x.shape
         width = self.width(D, wire, x.dtype)
         blocks = wire.num_scales(width)
+        # The bytes are there already, within the stride of a row.
         if not isinstance(given, Tensor):
             x = x.as_strided((T, width), x.stride())
-            scales = None if scales is None else scales.as_strided((T, blocks), scales.stride())
+            if scales is not None:
+                scales = scales.as_strided((T, blocks), scales.stride())
             return x, scales
+
+        # The row as it travels, since its bytes lie behind that.
         if wire.scale and scales is None:
             x, scales = ops.quantize_fp8(contiguous_rows(x), None, T, wire.block)
         if scales is not None:

@@ -70,9 +70,11 @@ class GpuMemory:
         self._driver = ctypes.CDLL("libcuda.so.1")
         for name, arguments in _ARGUMENTS.items():
             getattr(self._driver, name).argtypes = arguments
+        # What the driver is told of this memory.
         location = _Location(_DEVICE, device.index)
         self._properties = _Properties(_PINNED, _POSIX_DESCRIPTOR, location)
         self._access = _Access(location, _READ_WRITE)
+        # Sizes and addresses are its multiples.
         granule = c_size_t()
         self._call(
             "cuMemGetAllocationGranularity",
@@ -105,6 +107,7 @@ class GpuMemory:
 
     def map(self, descriptor: int | None, address: int, nbytes: int, times: int = 1) -> None:
         """The memory may be another GPU's. Raises RuntimeError where this GPU does not reach it."""
+        # The memory: new, or that of a descriptor.
         if descriptor is None:
             handle = self._new(nbytes)
         else:
@@ -138,18 +141,28 @@ class GpuMemory:
             self._call("cuThreadExchangeStreamCaptureMode", byref(c_int(_RELAXED)))
 
     def _new(self, nbytes: int) -> c_uint64:
+        """The handle of new memory, which the caller releases."""
         handle = c_uint64()
         self._call("cuMemCreate", byref(handle), nbytes, byref(self._properties), 0)
         return handle
 
     def _call(self, function: str, *arguments: Any) -> None:
+        """Call the driver. Raises MemoryError where memory is short, and RuntimeError for any other
+        error.
+        """
         code = getattr(self._driver, function)(*arguments)
-        if code:
-            text = ctypes.c_char_p()
-            self._driver.cuGetErrorString(code, byref(text))
-            why = f"{function} of CUDA failed: {(text.value or b'unknown error').decode()}"
-            raise MemoryError(why) if code == _OUT_OF_MEMORY else RuntimeError(why)
+        if not code:
+            return
+        text = ctypes.c_char_p()
+        self._driver.cuGetErrorString(code, byref(text))
+        why = f"{function} of CUDA failed: {(text.value or b'unknown error').decode()}"
+        if code == _OUT_OF_MEMORY:
+            raise MemoryError(why)
+        raise RuntimeError(why)
 
 
 def memory_of(device: torch.device) -> Memory:
-    return HostMemory() if device.type == "cpu" else GpuMemory(device)
+    """The kind of memory that windows and scratch on a device have."""
+    if device.type == "cpu":
+        return HostMemory()
+    return GpuMemory(device)

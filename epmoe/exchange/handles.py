@@ -51,13 +51,17 @@ class RoundShape(NamedTuple):
 
     @classmethod
     def of(cls, config: EPConfig, dtype: torch.dtype | None = None) -> RoundShape:
-        """That of the config, with x in `dtype` or the config's."""
+        """The shape of a round with the config's D and K, and x in `dtype`, by default the
+        config's.
+        """
         model = config.model
         return cls(model.hidden_size, model.num_experts_per_tok, dtype or model.torch_dtype)
 
 
 class _OfLayout(HoldsWindows):
-    """Values of which one layout has only some: reading another one raises AttributeError."""
+    """Values of a round. One layout has only some of them: reading another raises
+    AttributeError.
+    """
 
     __slots__ = ("_extra",)
 
@@ -75,12 +79,12 @@ class _OfLayout(HoldsWindows):
         return None if self._extra is None else self._extra()
 
     def __getattr__(self, name: str) -> object:
-        if name in type(self).__slots__ or name in ("extra", "_extra"):
-            name = name.removeprefix("_")
-            raise AttributeError(
-                f"`{self._name}.{name}` does not exist with layout={self._lacking!r}"
-            )
-        raise AttributeError(name)
+        # Python asks here only where the slot of the name is empty, or where there is none.
+        is_value = name in type(self).__slots__ or name in ("extra", "_extra")
+        if not is_value:
+            raise AttributeError(name)
+        name = name.removeprefix("_")
+        raise AttributeError(f"`{self._name}.{name}` does not exist with layout={self._lacking!r}")
 
 
 class Slabs(NamedTuple):
@@ -91,6 +95,7 @@ class Slabs(NamedTuple):
     ids: Tensor
     weights: Tensor
     read_extra: Callable[[], Tensor] | None
+    """returns `Received.extra`; None in rounds without"""
 
 
 class Received(_OfLayout):
@@ -134,7 +139,8 @@ class Received(_OfLayout):
             self._extra = slabs.read_extra
 
     def __repr__(self) -> str:
-        names = "counts", "x", "scales", "ids", "weights"
+        # With layout="expert" only the counts are there.
+        names = ("counts", "x", "scales", "ids", "weights")
         fields = {name: getattr(self, name) for name in names if hasattr(self, name)}
         return describe_fields(self, fields)
 
@@ -148,6 +154,7 @@ class ExpertMajor:
     expert_offsets: Tensor
     tokens_per_expert: Tensor
     read_extra: Callable[[], Tensor] | None
+    """returns `Dispatched.extra`; None in rounds without"""
 
 
 @dataclass(slots=True)
@@ -198,12 +205,16 @@ class Sent(HoldsWindows):
         return describe_fields(self, {}, self.summary())
 
     def summary(self) -> str:
+        """What `repr` says of the round."""
         template = self.template
-        rounds = template.rounds()
         D = template.shape.hidden_size
         layout = template.shape.layout
-        state = f"round {self.epoch} released" if rounds is None else rounds.describe(self.epoch)
         dtype = str(template.like.dtype).removeprefix("torch.")
+        # The exchange may be gone.
+        rounds = template.rounds()
+        state = f"round {self.epoch} released"
+        if rounds is not None:
+            state = rounds.describe(self.epoch)
         return (
             f"rank {template.rank}, {state}, T={self.num_tokens}, D={D} {dtype}, layout={layout!r}"
         )
@@ -276,6 +287,7 @@ class Dispatched(_OfLayout):
         self.sent = sent
         self.num_tokens = tokens
         self.epoch = sent.epoch
+        # Segments of few tokens have small gaps.
         if tokens <= template.small_alignment_tokens:
             self.alignment = template.small_alignment
         else:
@@ -283,6 +295,7 @@ class Dispatched(_OfLayout):
         self.layout = template.layout
         self.dtype = template.dtype
         self.hidden_size = template.hidden_size
+        # Views of the buffers, which rounds of this shape share.
         self.recv = template.recv
         # With layout="rank" these slots stay empty, and `_OfLayout.__getattr__` refuses to read
         # them.
@@ -299,6 +312,7 @@ class Dispatched(_OfLayout):
         """What `GroupedExperts` take of the round besides rows, offsets and scales: `experts(…,
         **d.segments)`.
         """
+        # Another rank may bring more tokens than this one, where `at_most` says how many.
         tokens = max(self.num_tokens, self.sent.most_tokens or 0)
         return {
             "tokens_per_expert": self.tokens_per_expert,

@@ -84,15 +84,17 @@ class Health:
     @classmethod
     def read(cls, rounds: int, totals: Sequence[Tensor]) -> Health:
         """Make it of the buffers `TOTALS`."""
-        counters, by_layer, rows_sent, waited_ns, aborted_rounds = totals
-        lists = (
-            by_layer.sum(0),
-            rows_sent,
-            waited_ns.double() / 1e9,
-            aborted_rounds,
-            by_layer.sum(1),
+        counters, tokens_per_expert, rows_sent, waited_ns, aborted_rounds = totals
+        counted = dict(zip(COUNTERS, counters.tolist(), strict=True))
+        return cls(
+            rounds,
+            **counted,
+            tokens_per_expert=tokens_per_expert.sum(0).tolist(),
+            rows_sent=rows_sent.tolist(),
+            waited_s=(waited_ns.double() / 1e9).tolist(),
+            aborted_rounds=aborted_rounds.tolist(),
+            rows_by_layer=tokens_per_expert.sum(1).tolist(),
         )
-        return cls(rounds, *counters.tolist(), *(one.tolist() for one in lists))
 
     def as_dict(self) -> dict[str, int | list[int] | list[float]]:
         """The attributes as plain numbers and lists, ready for JSON."""
@@ -115,9 +117,12 @@ class Totals:
 
     def read(self) -> Health:
         """The totals now. Those of a kernel under way are counted in part."""
-        before = self._rounds  # of before these values: another thread may move it on meanwhile
+        # Of before these values: another thread may move it on meanwhile.
+        before = self._rounds
         epoch, *totals = self._peek.read()
-        rounds = before + ((int(epoch) & 0xFFFFFFFF) - before) % self._epochs
+        # Epochs begin again after 2³² rounds: count on from the last look.
+        since = ((int(epoch) & 0xFFFFFFFF) - before) % self._epochs
+        rounds = before + since
         self._rounds = max(self._rounds, rounds)
         return Health.read(rounds, totals)
 
@@ -152,9 +157,9 @@ def raise_on_failure(
     """
     code = status.code
     epoch = status.epoch
-    other = status.other
     if not code:
         return
+    # Ranks, as callers count them.
     originator = seats.rank_in(status.originator)
     stage = STAGES[status.stage]
     ranks = seats.ranks_in(status.missing)
@@ -163,19 +168,20 @@ def raise_on_failure(
     if code == constant("kMismatch"):
         if not latched:
             status.code = 0
+        # 1 + the seat and the tag of another rank: see `Status.other` in csrc/plan.h.
         tags = None
-        if other:
-            # See `Status.other` in csrc/plan.h.
-            tags = (status.tag, seats.rank_in(other - 1 >> 16), other - 1 & 0xFFFF)
+        if status.other:
+            seat, tag = divmod(status.other - 1, 1 << 16)
+            tags = (status.tag, seats.rank_in(seat), tag)
         differing = {}
-        of_ranks = calls()
-        if of_ranks and ranks:
-            differing = differences(of_ranks[rank], of_ranks[ranks[0]])
+        calls_of_ranks = calls()
+        if calls_of_ranks and ranks:
+            differing = differences(calls_of_ranks[rank], calls_of_ranks[ranks[0]])
         raise EPMismatchError(epoch, ranks, latched, tags, differing)
     if code == constant("kOutOfTurn"):
         raise EPOrderError(stage, epoch, status.phases)
 
-    # A kernel or a rank that came too late.
+    # A kernel of this rank that did not begin.
     missing = [global_ranks[rank] for rank in ranks]
     if code == constant("kUnscheduled"):
         why = (
@@ -183,6 +189,8 @@ def raise_on_failure(
             "others hold the GPU"
         )
         raise EPTimeoutError(stage, epoch, ranks, missing, why)
+
+    # Ranks that did not come. The error says the likeliest cause.
     assert code == constant("kTimeout"), f"unknown status code {code}"
     ended = [r for r in ranks if dead >> r & 1]
     named = f"rank(s) {ranks} of the group (global rank(s) {missing})"

@@ -53,21 +53,29 @@ def launches(
     `major` is that of the compute capability.
     """
     sizes = plan.sizes
+    # The library returns both structs, one behind the other.
     call = (tokens, sizes["D"], sizes["K"], ops.DTYPES.index(dtype), expert_major, send, receive)
     policy = memoryview(ops.launch_policy(_as_tensor(plan), *call, multiprocessors, major).numpy())
+    of_combine = policy[sizeof(struct("DispatchLaunch")) :]
     dispatch = _launch("DispatchLaunch", policy, "recv_lines", "send_lines")
-    combine = _launch(
-        "CombineLaunch", policy[sizeof(struct("DispatchLaunch")) :], "send_lines", "recv_lines"
-    )
+    combine = _launch("CombineLaunch", of_combine, "send_lines", "recv_lines")
     return dispatch, combine
 
 
 def _launch(name: str, policy: memoryview, coarse: str, derived: str) -> KernelLaunch:
+    """The launch that is written at the start of `policy`.
+
+    Its struct has the lines of lanes of one side, `coarse`. Lanes of the other side, `derived`,
+    move as many lines in a coarse launch, and otherwise one.
+    """
+    # Names of padding begin with "_".
     read = struct(name).from_buffer_copy(policy)
-    fields = {
-        field[0]: getattr(read, field[0]) for field in read._fields_ if not field[0].startswith("_")
-    }
-    fields[derived] = fields[coarse] if fields["coarse"] else min(fields[coarse], 1)
+    names = [field[0] for field in read._fields_]
+    fields = {name: getattr(read, name) for name in names if not name.startswith("_")}
+    lines = fields[coarse]
+    if not fields["coarse"]:
+        lines = min(lines, 1)
+    fields[derived] = lines
     return KernelLaunch(**fields)
 
 
@@ -78,4 +86,5 @@ def shared_bytes_needed(plan: MemoryPlan) -> int:
 
 
 def _as_tensor(plan: MemoryPlan) -> Tensor:
+    """int64 on the host: a plan as operators take it."""
     return torch.tensor(plan.as_ints(), dtype=torch.int64, device="cpu")

@@ -16,16 +16,22 @@ from epmoe.config.placement import Placement
 from epmoe.native.formats import WIRE_FORMATS
 from epmoe.native.layouts import words
 
-SIGNAL_BYTES = 64  # a cache line for each source: `RoundHeader` in csrc/plan.h
+# A cache line for each source: `RoundHeader` in csrc/plan.h.
+SIGNAL_BYTES = 64
+# Of all buffers: a cache line of GPUs.
 BUFFER_ALIGNMENT = 128
+# Windows are whole pages, which is what processes map.
 PAGE_BYTES = 4096
+# The counts of `Health` that are one number: `Counter` in csrc/types.h.
 NUM_COUNTERS = 8
 # On GPUs, calls of up to 1024 tokens use the LL protocol (csrc/cuda/exchange/ll.cuh). Dispatch
 # sends the number of tokens in 11 bits (`kLLTokenBits` in csrc/cuda/dispatch/block.cuh), so 2047 is
 # the limit.
 LL_MAX_TOKENS = 1024
+# `RailTag` in csrc/rail.h.
 RAIL_TAG_BYTES = 16
-LINE_INTS = 4  # a line of the LL protocol has 16 bytes
+# A line of the LL protocol has 16 bytes.
+LINE_INTS = 4
 # On GPUs. An expert with fewer rows takes as long as its weights take to read, however many rows it
 # has.
 _ROWS_BEYOND_WEIGHTS = 137
@@ -33,6 +39,7 @@ _ROWS_BEYOND_WEIGHTS = 137
 Region = Literal["window", "scratch", "rail"]
 
 _Layout = list[tuple[Region, str, tuple[int, ...], torch.dtype]]
+"""Region, name, shape and dtype of buffers, in the order in which they lie."""
 Parts = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of buffers, by name."""
 _reserved = list[Callable[[EPConfig], Parts]]()
@@ -61,14 +68,17 @@ class RailSlot(NamedTuple):
 
     @classmethod
     def of(cls, config: EPConfig) -> RailSlot:
+        """The slot of one row of a round of the config."""
         model = config.model
         payload = WIRE_FORMATS[config.exchange.payload]
         width = payload.width(model.hidden_size, config.capacity.extra_bytes, model.torch_dtype)
+        # One part behind another: ids and weights have 4 bytes each.
         scales = payload.row_bytes(width, model.torch_dtype)
         ids = scales + payload.scale_bytes(width)
         weights = ids + 4 * model.num_experts_per_tok
         tag = weights + 4 * model.num_experts_per_tok
-        return cls(round_up(tag + RAIL_TAG_BYTES, 16), scales, ids, weights, tag)
+        nbytes = round_up(tag + RAIL_TAG_BYTES, 16)
+        return cls(nbytes, scales, ids, weights, tag)
 
 
 @dataclass(frozen=True)
@@ -141,6 +151,7 @@ class MemoryPlan:
             return cls._over_nodes(config, rank, placement, nvlink)
         sizes = _sizes(config, rank, placement, nvlink)
         layout = _layout(config, sizes, nvlink)
+        # Behind the exchange's own buffers, those of floors above.
         for parts in _reserved:
             layout += [("window", name, *part) for name, part in parts(config).items()]
         return cls(_laid_out(layout), sizes)
@@ -149,11 +160,14 @@ class MemoryPlan:
     def _over_nodes(
         cls, config: EPConfig, rank: int, placement: Placement, nvlink: bool
     ) -> MemoryPlan:
+        """The plan of the exchange of the rank's node, and the memory of the rail behind it."""
         topology = config.topology
         G = topology.ranks_here
         N = topology.num_nodes
         S = config.rows_per_node
         inside = cls.build(config.of_node(), rank % G, placement.of_node(rank // G, G), nvlink)
+
+        # Slabs of rows, what travels of them, and tables by which rows find their nodes.
         P = placement.num_physical_experts
         E, copies = placement.copies_table().shape
         slot = RailSlot.of(config)
@@ -201,7 +215,8 @@ class MemoryPlan:
         """Bytes of the window that begin as 0xff: lines of the LL protocol that have not arrived
         have this value.
         """
-        return [slice(b.offset, b.offset + b.nbytes) for b in (self["ll.rows"], self["ll.sums"])]
+        lines = (self["ll.rows"], self["ll.sums"])
+        return [slice(buffer.offset, buffer.offset + buffer.nbytes) for buffer in lines]
 
     @property
     def scratch_bytes(self) -> int:
@@ -224,12 +239,12 @@ class MemoryPlan:
         return words("ExchangePlan", self.sizes | sizes | offsets)
 
     def _end(self, region: Region) -> int:
-        ends = (
-            round_up(b.offset + b.nbytes, BUFFER_ALIGNMENT)
-            for b in self.buffers
-            if b.region == region
-        )
-        return max(ends, default=0)
+        """Bytes of a region up to the end of its last buffer."""
+        end = 0
+        for buffer in self.buffers:
+            if buffer.region == region:
+                end = max(end, round_up(buffer.offset + buffer.nbytes, BUFFER_ALIGNMENT))
+        return end
 
 
 def _sizes(config: EPConfig, rank: int, placement: Placement, nvlink: bool) -> dict[str, int]:
@@ -252,13 +267,15 @@ def _sizes(config: EPConfig, rank: int, placement: Placement, nvlink: bool) -> d
     if config.placement.live:
         layers = config.placement.layers
         copies = round_up(config.placement.most_copies, LINE_INTS)
+        # Calls of so few tokens have tables of their own: their experts only read weights.
         if nvlink:
             few_tokens = _ROWS_BEYOND_WEIGHTS * E // (R * K)
 
     # Expert-major rows. GPUs write into each other's, so these are equally many on all GPUs.
     alignment = config.alignment
-    gaps = (most_local_experts if nvlink else num_local_experts) * (alignment - 1)
-    worst = R * M * K + gaps
+    segments = most_local_experts if nvlink else num_local_experts
+    gap_rows = segments * (alignment - 1)
+    worst = R * M * K + gap_rows
     max_rows = round_up(config.capacity.max_expert_rows or worst, alignment)
 
     # Up to so many tokens, segments have small gaps: with more, large blocks of a GEMM are full on
@@ -279,6 +296,7 @@ def _sizes(config: EPConfig, rank: int, placement: Placement, nvlink: bool) -> d
     ll_sum_stride_bytes = round_up(combine_stride_bytes + combine.scale_bytes(D), 16)
 
     return dict(
+        # The letters of docs/design.md.
         R=R,
         rank=rank,
         M=M,
@@ -286,26 +304,30 @@ def _sizes(config: EPConfig, rank: int, placement: Placement, nvlink: bool) -> d
         D=D,
         E=E,
         P=placement.num_physical_experts,
+        # Rows by expert.
         num_local_experts=num_local_experts,
         copies=int(copies),
         max_rows=max_rows,
         alignment=alignment,
         small_alignment=small_alignment,
         small_alignment_tokens=small_alignment_tokens,
+        # Rows as they travel.
         payload_format=payload.number,
         combine_format=combine.number,
         x_stride_bytes=x_stride_bytes,
         combine_stride_bytes=combine_stride_bytes,
         scale_blocks=scale_blocks,
         combine_scale_blocks=combine_scale_blocks,
+        # Experts that move.
         most_local_experts=most_local_experts,
         layers=layers,
         few_tokens=few_tokens,
+        # Kernels: by default a kernel takes as many multiprocessors as it can use.
         num_sms=config.exchange.num_sms or 2**31 - 1,
         ll_max_tokens=ll_tokens,
         ll_row_stride_bytes=ll_row_stride_bytes,
         ll_sum_stride_bytes=ll_sum_stride_bytes,
-        # 0: csrc/launch_policy.h chooses.
+        # Blocks of each role. 0: csrc/launch_policy.h chooses.
         dispatch_senders=0,
         combine_senders=0,
         combine_team=0,
@@ -400,6 +422,7 @@ def _layout(config: EPConfig, sizes: Mapping[str, int], nvlink: bool) -> _Layout
 
 
 def _laid_out(layout: _Layout) -> tuple[Buffer, ...]:
+    """Buffers one behind another in each region, at multiples of `BUFFER_ALIGNMENT` bytes."""
     ends: dict[Region, int] = {"window": 0, "scratch": 0, "rail": 0}
     buffers = []
     for region, name, shape, dtype in layout:
@@ -410,4 +433,5 @@ def _laid_out(layout: _Layout) -> tuple[Buffer, ...]:
 
 
 def round_up(value: int, multiple: int) -> int:
+    """The least multiple that is not below `value`."""
     return -(-value // multiple) * multiple

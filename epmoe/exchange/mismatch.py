@@ -26,17 +26,12 @@ def call_of(D: int, K: int, dtype: int, *, extra: bool, **more: object) -> Trait
 
     `extra`: rows may have one, which D then counts.
     """
-    name = (
-        str(DTYPES[dtype]).removeprefix("torch.")
-        if 0 <= dtype < len(DTYPES)
-        else f"unknown ({dtype})"
-    )
-    return {
-        "elements of x and `extra`" if extra else "hidden size (D)": D,
-        "experts per token (K)": K,
-        "dtype": name,
-        **more,
-    }
+    # What others have written may be anything.
+    dtype_name = f"unknown ({dtype})"
+    if 0 <= dtype < len(DTYPES):
+        dtype_name = str(DTYPES[dtype]).removeprefix("torch.")
+    width = "elements of x and `extra`" if extra else "hidden size (D)"
+    return {width: D, "experts per token (K)": K, "dtype": dtype_name, **more}
 
 
 def calls_of(views: Mapping[str, Tensor], counted: Peek, extra: bool = False) -> list[Traits]:
@@ -46,14 +41,16 @@ def calls_of(views: Mapping[str, Tensor], counted: Peek, extra: bool = False) ->
     `counted` reads "recv.counts" of `views`, which only GPUs have.
     """
     counts = views["recv.counts"]
+    # CPUs: a header of each source.
     if not counts.numel():
-        headers = map(
-            struct("RoundHeader").from_buffer_copy, map(bytes, views["signal.dispatch"].tolist())
-        )
-        return [
-            call_of(each.D, each.K, each.dtype, extra=extra, training=bool(each.mode))
-            for each in headers
-        ]
+        calls = []
+        for written in views["signal.dispatch"].tolist():
+            header = struct("RoundHeader").from_buffer_copy(bytes(written))
+            trains = bool(header.mode)
+            calls.append(call_of(header.D, header.K, header.dtype, extra=extra, training=trains))
+        return calls
+
+    # GPUs: the second count word of each source, whose high half is the shape.
     if counts.is_cuda and torch.cuda.is_current_stream_capturing():
         return []
     with suppress(RuntimeError):
@@ -63,20 +60,23 @@ def calls_of(views: Mapping[str, Tensor], counted: Peek, extra: bool = False) ->
 
 
 def differences(mine: Traits, theirs: Traits) -> Differences:
-    return {
-        name: (mine[name], theirs[name])
-        for name in mine
-        if name in theirs and mine[name] != theirs[name]
-    }
+    """What both say and in which they differ."""
+    differing = {}
+    for name, value in mine.items():
+        if name in theirs and theirs[name] != value:
+            differing[name] = (value, theirs[name])
+    return differing
 
 
 def _of_shape(word: int, extra: bool) -> Traits:
     """The call in the second count word of a source, `CallShape` in csrc/plan.h."""
     shape = bits("CallShape", word)
     traits: Traits = {"aligned": bool(shape["aligned"]), "training": bool(shape["trains"])}
+    # Rounds of training have one layout.
     if not shape["trains"]:
         traits["layout"] = "expert" if shape["expert_major"] else "rank"
         traits["apply_router_weight_on_input"] = bool(shape["weight_rows"])
-    return call_of(
-        4 * shape["D4_less_1"] + 4, shape["K_less_1"] + 1, shape["dtype"], extra=extra, **traits
-    )
+    # A call has at least one element and one expert, so the bits begin at 1; D counts by fours.
+    D = 4 * (shape["D4_less_1"] + 1)
+    K = shape["K_less_1"] + 1
+    return call_of(D, K, shape["dtype"], extra=extra, **traits)

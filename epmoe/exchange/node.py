@@ -103,19 +103,23 @@ class NodeExchange(Exchange):
         self._raises_abort = config.exchange.on_abort == "raise"
         self.rows_key = "capacity.max_expert_rows"
 
-        # The buffers, in the window and in scratch.
+        # The buffers, in the window and in scratch. Groups that are alike have the same scratch.
         window_starts = [region.data_ptr() for region in window.regions]
         scratch = addresses.scratch((*plan.as_ints(), *window_starts), plan.scratch_bytes)
         self.memory = window.local, scratch
-        regions = {"window": window.local, "scratch": scratch}
-        self.views = {
-            buffer.name: buffer.view(regions[buffer.region])
-            for buffer in plan.buffers
-            if buffer.region in regions
-        }
-        rows = self.views["rows"]
-        self._rows = None if rows.is_inference() else rows
-        self._clear(placement)
+        self.views = _buffers_of(plan, window.local, scratch)
+        # Rows that autograd may keep: each round tells it that they are others now.
+        self._rows: Tensor | None = self.views["rows"]
+        if self._rows.is_inference():
+            self._rows = None
+        # An abort allocates nothing, so the memory of its y is there already.
+        if self.device.type == "cuda":
+            self._unread = self._memory_of_unread_y()
+
+        # What kernels count and read.
+        self._clear_totals()
+        self.mark_empty_seats()
+        self._write_tables(placement)
         # Otherwise `LiveExperts` writes the tables first.
         if self.device.type == "cpu" or not config.placement.live:
             self.begin()
@@ -131,27 +135,31 @@ class NodeExchange(Exchange):
             progress = words + ctypes.sizeof(struct("Status"))
         self.layout = *plan.as_ints(), *window_starts, scratch.data_ptr(), words
 
-        # The state of rounds, and what calls share.
+        # The state of rounds.
         rounds = RoundState(struct("Progress").from_address(progress))
         self.rounds = rounds
         times = config.exchange
         self.deadlines = Deadlines(times.warmup_timeout_s, times.timeout_s, lambda: rounds.count)
+
+        # What calls of one shape share.
         zero_gaps = plan.sizes["alignment"] > 1 and config.capacity.gap_rows == "zero"
         self.descriptors = Descriptors(plan, words, window_starts, self.deadlines, zero_gaps)
         self.templates = Templates(
             config, self.device, self.views, rounds, self.rank, plan.sizes, self.descriptors
         )
 
-        # What the host looks at besides.
+        # What the host reads of a device at any time.
         self._totals = Totals(self.views)
         self._errors = Peek(self.views["signal.error"])
         self._counts = Peek(self.views["recv.counts"])
+
+        # The times of the next looks at kernels that do not begin, which only GPUs have. Polls take
+        # no look of a launch away.
         first_s = math.inf
         if self.device.type == "cuda":
             first_s = 0.0
             self._watch = watch_of(self.views)
             self._looking = Lock()
-        # The times of the next looks at what has not begun. Polls take no look of a launch away.
         self._look_at: dict[Comes, float] = {"launch": first_s, "replay": first_s, None: first_s}
 
     @takes_turn
@@ -179,10 +187,12 @@ class NodeExchange(Exchange):
         # Asked here first, since `check_open` alone would cost each round two calls more.
         if self.status.code:
             self.check_open(dispatched)
-        self.rounds.permit(dispatched, "combine" if layout == "expert" else "combine_partial")
+        call = "combine" if layout == "expert" else "combine_partial"
+        self.rounds.permit(dispatched, call)
         if dispatched.layout != layout:
             refuse_layout(dispatched)
-        return self._closed(self._send_back(ops.combine, rows, dispatched, out, CLOSED))
+        y = self._send_back(ops.combine, rows, dispatched, out, CLOSED)
+        return self._closed(y)
 
     @takes_turn
     def combine_send(self, rows: Tensor, dispatched: Dispatched, out: Tensor | None = None) -> None:
@@ -205,6 +215,7 @@ class NodeExchange(Exchange):
         sent = rounds.sent
         memory = (*self.memory, sent.descriptor)
         if self.device.type == "cpu":
+            # One signal tells the others, whatever the state.
             ops.combine(sent.template.like, None, *memory)
         else:
             # A launch waits for nobody. It receives what others send, since LL lines must be
@@ -235,7 +246,7 @@ class NodeExchange(Exchange):
         elif self.rounds.opener == get_ident():
             comes = "replay"
 
-        # Once in a while.
+        # Once in a while, and until a failure is known.
         time_s = monotonic()
         if time_s < self._look_at[comes]:
             return
@@ -253,16 +264,17 @@ class NodeExchange(Exchange):
         missing = 1 << self.seat
         if late.reports:
             code = constant("kTimeout")
-            originator, missing = next(
-                (seat, mask) for seat, mask in enumerate(late.reports) if mask
-            )
+            reports = enumerate(late.reports)
+            originator, missing = next((seat, mask) for seat, mask in reports if mask)
         words.stage = late.stage
         words.epoch = late.epoch
         words.missing = missing
         words.originator = originator
-        words.code = code  # last: it says that the others are written
+        # Last: it says that the others are written.
+        words.code = code
 
     def _late(self, comes: Comes) -> Late | None:
+        """The stage that is due and whose kernel has not begun. None also where nobody can tell."""
         rounds = self.rounds
         timeout_s = self.deadlines.wait_s()
         # Where the GPU has failed, nothing is late.
@@ -284,21 +296,21 @@ class NodeExchange(Exchange):
 
     def check(self) -> None:
         self.look()
-        if self.status.code:
-            if self.status.code == constant("kOutdated"):
-                self._raise_outdated()
-            latched = self.device.type == "cuda"
-            extra = self.config.capacity.extra_bytes > 0
-            by_rank = self.seats.by_rank
-            raise_on_failure(
-                self.status,
-                self.global_ranks,
-                self.seats,
-                self.rank,
-                latched,
-                self.dead(),
-                lambda: by_rank(calls_of(self.views, self._counts, extra)),
-            )
+        if not self.status.code:
+            return
+        if self.status.code == constant("kOutdated"):
+            self._raise_outdated()
+        may_have_extra = self.config.capacity.extra_bytes > 0
+        by_rank = self.seats.by_rank
+        raise_on_failure(
+            self.status,
+            self.global_ranks,
+            self.seats,
+            self.rank,
+            latched=self.device.type == "cuda",
+            dead=self.dead(),
+            calls=lambda: by_rank(calls_of(self.views, self._counts, may_have_extra)),
+        )
 
     def poll(self) -> None:
         self.look()
@@ -308,10 +320,16 @@ class NodeExchange(Exchange):
 
     def check_rounds(self) -> None:
         """What it does not raise stays, for an exchange over several nodes."""
-        overflow = self.take_overflow() if self._raises_overflow else None
-        mask, epoch = self.take_aborted() if self._raises_abort else (0, 0)
-        ranks = [rank for rank in range(len(self.global_ranks)) if mask >> rank & 1]
-        raise_incomplete(overflow, EPAbortedError(epoch, ranks) if ranks else None)
+        overflow = None
+        if self._raises_overflow:
+            overflow = self.take_overflow()
+        aborted = None
+        if self._raises_abort:
+            mask, epoch = self.take_aborted()
+            ranks = [rank for rank in range(len(self.global_ranks)) if mask >> rank & 1]
+            if ranks:
+                aborted = EPAbortedError(epoch, ranks)
+        raise_incomplete(overflow, aborted)
 
     def take_overflow(self) -> EPOverflowError | None:
         """The error of a round, ended since the last call, that needed more expert-major rows than
@@ -353,10 +371,11 @@ class NodeExchange(Exchange):
         return self.seats.mask_of_ranks(self.window.deaths.mask())
 
     def end_waits(self) -> None:
-        if len(self.global_ranks) > 1 and not self.failed:
-            # Where the GPU has failed, the other ranks run into their deadline.
-            with suppress(RuntimeError):
-                self.report("signal.error", 1 << self.seat)
+        if len(self.global_ranks) == 1 or self.failed:
+            return
+        # Where the GPU has failed, the other ranks run into their deadline.
+        with suppress(RuntimeError):
+            self.report("signal.error", 1 << self.seat)
 
     def streams(self) -> list[torch.cuda.Stream]:
         """On a GPU the current stream, where replays run, and the stream of the last launch if that
@@ -400,6 +419,7 @@ class NodeExchange(Exchange):
         belongs to. Windows that another thread's call may still use stay mapped until that has
         ended.
         """
+        # Nobody writes any more: no watch, no kernel, and nothing that `close` ends.
         self._released = True
         self.window.deaths.close()
         ended = False
@@ -407,6 +427,7 @@ class NodeExchange(Exchange):
         with suppress(RuntimeError):
             ended = device_ends(self.device, self.deadlines.wait_s())
         close()
+
         with suppress(RuntimeError):
             if ended:
                 # A call of another thread may still use the windows: they stay mapped.
@@ -418,7 +439,7 @@ class NodeExchange(Exchange):
                 self._turn_replays_away()
                 self.window.places.unmap()
                 return
-        # Kernels may still write.
+        # Kernels may still write, for as long as this process lives.
         _written_to.append((self, close))
         self._addresses.abandon()
 
@@ -441,14 +462,14 @@ class NodeExchange(Exchange):
         was = self._addresses.left[self.status.epoch]
         now = self.plan.sizes
         self.status.code = 0
-        others = [
-            f"{what} {was[name]}, not {now[name]}"
-            for name, what in _COUNTS.items()
-            if was[name] != now[name]
-        ]
+        others = []
+        for name, what in _COUNTS.items():
+            if was[name] != now[name]:
+                others.append(f"{what} {was[name]}, not {now[name]}")
+        difference = ", ".join(others) or "other windows"
         raise EPStateError(
             "a replay did nothing: its CUDA graph was captured in an earlier group, with "
-            f"{', '.join(others) or 'other windows'}; capture it again, or ask "
+            f"{difference}; capture it again, or ask "
             "`ep.capture_is_valid(generation)` before a replay"
         )
 
@@ -470,27 +491,31 @@ class NodeExchange(Exchange):
             self.check()
         return bool(self.rounds.has_more_rounds)
 
-    def _clear(self, placement: Placement) -> None:
-        """Zeros for what counts, and tables of the placement."""
-        views = self.views
+    def _memory_of_unread_y(self) -> Tensor:
+        """uint8 for `_unread_y`: the expert-major rows, or memory of its own where these are few,
+        or of fp8.
+        """
         sizes = self.plan.sizes
+        y_bytes = sizes["M"] * sizes["D"] * self.config.model.torch_dtype.itemsize
+        rows = self.views["rows"].flatten().view(torch.uint8)
+        if rows.numel() >= y_bytes:
+            return rows
+        return torch.empty(y_bytes, dtype=torch.uint8, device=self.device)
 
-        # Memory for `_unread_y`.
-        if self.device.type == "cuda":
-            y_bytes = sizes["M"] * sizes["D"] * self.config.model.torch_dtype.itemsize
-            self._unread = views["rows"].flatten().view(torch.uint8)
-            if self._unread.numel() < y_bytes:  # few rows, or rows of fp8
-                self._unread = torch.empty(y_bytes, dtype=torch.uint8, device=self.device)
-
+    def _clear_totals(self) -> None:
         for name in ("counts", *TOTALS):
-            views[name].zero_()
-        self.mark_empty_seats()
+            self.views[name].zero_()
 
+    def _write_tables(self, placement: Placement) -> None:
+        """Where experts are, as kernels read it."""
+        views = self.views
         views["table.expert_map"].copy_(placement.expert_map(self.seat))
         views["table.owners"].copy_(torch.tensor(placement.owners))
-        if not self.config.placement.live:  # otherwise `LiveExperts` writes quotas
+        # With experts that move `LiveExperts` writes quotas in place of copies.
+        if not self.config.placement.live:
             views["table.copies"].copy_(placement.copies_table())
             views["table.num_copies"].copy_(placement.num_copies())
+        # Only GPUs look up the place of an expert on another rank.
         if views["table.local_index"].numel():
             views["table.local_index"].copy_(torch.tensor(placement.local_index))
         sentinels = [placement.sentinel(seat) for seat in range(placement.ep_size)]
@@ -542,9 +567,13 @@ class NodeExchange(Exchange):
             self.check()
         rounds = self.rounds
         epoch = rounds.next_epoch()
+
+        # The checks of the call, which are few where an earlier one had its shape.
         template, T = self.templates.of(call)
         if template.shape.extra is not None:
             call = self.templates.with_extra(call, template.shape.extra)
+
+        # What the operators of dispatch take.
         arguments = *call.operands(T, self.device), *self.memory, template.descriptor
         sent = Sent(template, T, epoch, template.descriptor, arguments, rounds.most_tokens)
         return rounds.open(sent, call.tag)
@@ -610,15 +639,20 @@ class NodeExchange(Exchange):
         aborted.
         """
         rounds = self.rounds
-        receive = ops.dispatch_recv if state == DISPATCHED else ops.combine_recv
         progress = rounds.progress
+        receive = ops.dispatch_recv if state == DISPATCHED else ops.combine_recv
         try:
-            # The operator has returned so that Python can run signal handlers. In an odd phase it
-            # has sent already, and only receives.
+            # The operator has returned so that Python can run signal handlers.
             while progress.deadline_ns and not self._released:
-                (receive if progress.phases & 1 else operator)(*arguments)
+                # In an odd phase it has sent already, and only receives.
+                has_sent = progress.phases & 1
+                if has_sent:
+                    receive(*arguments)
+                else:
+                    operator(*arguments)
         finally:
-            progress.deadline_ns = 0  # the next wait has a deadline of its own
+            # The next wait has a deadline of its own.
+            progress.deadline_ns = 0
         if self._released:
             raise EPStateError(
                 f"this rank has left the group of round {rounds.epoch} while this call waited"
@@ -638,3 +672,14 @@ class NodeExchange(Exchange):
         D = sent.template.shape.hidden_size
         dtype = sent.template.like.dtype
         return self._unread[: T * D * dtype.itemsize].view(dtype).view(T, D)
+
+
+def _buffers_of(plan: MemoryPlan, window: Tensor, scratch: Tensor) -> dict[str, Tensor]:
+    """The buffers of the plan in window and scratch, by name."""
+    regions = {"window": window, "scratch": scratch}
+    views = {}
+    for buffer in plan.buffers:
+        # Those of the rail have memory of their own.
+        if buffer.region in regions:
+            views[buffer.name] = buffer.view(regions[buffer.region])
+    return views

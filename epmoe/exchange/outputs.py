@@ -38,6 +38,7 @@ def y_of(dispatched: Dispatched, out: Tensor | None, device: torch.device) -> Te
         return dispatched.sent.template.like.new_empty(
             dispatched.num_tokens, dispatched.hidden_size
         )
+    # Kernels write whole lines of 16 bytes.
     shape = dispatched.sent.num_tokens, dispatched.hidden_size
     check_tensor("out", out, (dispatched.dtype,), shape, device)
     if not out.is_contiguous() or out.data_ptr() % 16:
@@ -57,6 +58,7 @@ def output_rows(
     """
     if dispatched.layout == "rank":
         return _partial_rows(rows, dispatched, plan, device)
+
     # `check_tensor` words the errors. It takes longer than these comparisons and runs only if one
     # of them fails.
     D = dispatched.hidden_size
@@ -65,7 +67,9 @@ def output_rows(
         _refuse_fp8("expert_rows", rows, dispatched)
         check_tensor("expert_rows", rows, (dispatched.dtype,), ("N", D), device)
     check_forward_only(rows)
-    if device.type == "cpu" and rows.shape[0] < plan.sizes["max_rows"]:  # a GPU skips missing rows
+
+    # As many rows as arrived, which only the CPU knows here. A GPU skips rows that are missing.
+    if device.type == "cpu" and rows.shape[0] < plan.sizes["max_rows"]:
         needed = int(dispatched.expert_offsets[-1])
         if rows.shape[0] < needed:
             raise ValueError(f"`expert_rows` must hold at least {needed} rows, got {rows.shape[0]}")
@@ -75,6 +79,7 @@ def output_rows(
 def _partial_rows(
     partial: Tensor, dispatched: Dispatched, plan: MemoryPlan, device: torch.device
 ) -> Tensor:
+    """`output_rows` of rank-major rows [R, M, D]."""
     shape = (plan.sizes["R"], plan.sizes["M"], dispatched.hidden_size)
     if partial.__class__ is Tensor and partial.dtype is not dispatched.dtype:
         _refuse_fp8("partial", partial, dispatched)
@@ -84,6 +89,7 @@ def _partial_rows(
 
 
 def _refuse_fp8(name: str, rows: object, dispatched: Dispatched) -> None:
+    """Raise TypeError for rows of fp8: somebody gives the rows that arrived back as they are."""
     if isinstance(rows, Tensor) and rows.dtype is FP8:
         raise TypeError(
             f"`{name}` must be {dtype_name(dispatched.dtype)}, got {describe(rows)}: rows of fp8 "

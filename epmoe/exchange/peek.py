@@ -42,7 +42,8 @@ class Peek:
             self._stream = _stream_of(buffers[0].device)
             self._event = torch.cuda.Event()
             self._lock = RLock()
-            self._under_way = False  # a copy whose reader did not wait for it
+            # There is a copy whose reader did not wait for it.
+            self._under_way = False
             # A later read outside inference mode must be able to write them.
             with torch.inference_mode(False):
                 self._copies = [
@@ -61,6 +62,7 @@ class Peek:
             return [buffer.clone() for buffer in self._buffers]
         until_s = time.monotonic() + timeout_s
         with self._lock:
+            # The copies are written by one at a time.
             if self._under_way and not self._has_come(until_s):
                 return None
             with torch.cuda.stream(self._stream):
@@ -68,9 +70,12 @@ class Peek:
                     copy.copy_(buffer, non_blocking=True)
                 self._event.record()
             self._under_way = True
-            return [copy.clone() for copy in self._copies] if self._has_come(until_s) else None
+            if not self._has_come(until_s):
+                return None
+            return [copy.clone() for copy in self._copies]
 
     def _has_come(self, until_s: float) -> bool:
+        """Whether the copy is here, by then at the latest."""
         if until_s == math.inf:
             self._event.synchronize()
         self._under_way = not first_answer(self._event.query, until_s)

@@ -79,9 +79,10 @@ class RoundState:
 
     @property
     def sent(self) -> Sent:
+        """The first handle of the open round."""
         handle = self.handle
         assert handle is not None
-        return handle.sent if isinstance(handle, Dispatched) else handle
+        return _sent_of(handle)
 
     def next_epoch(self) -> int:
         """The epoch of a round that a call is about to open. Raises EPStateError if a round is
@@ -136,19 +137,26 @@ class RoundState:
 
     def opened_after(self, epoch: int) -> int:
         """Rounds after `epoch`, if this thread has opened the last one, else 0."""
-        return self.count - epoch if self.opener == get_ident() else 0
+        if self.opener != get_ident():
+            return 0
+        return self.count - epoch
 
     def turn_away(self, thread: int) -> None:
         """A call of a thread is refused because of the round that is open or about to be opened."""
-        self.refused[thread] = self.count + (self.state == CLOSED)
+        last = self.count
+        if self.state == CLOSED:
+            last += 1
+        self.refused[thread] = last
 
     def is_of_another(self) -> bool:
         """Whether a call of this thread was refused for the last round, which another living thread
         has opened.
         """
         caller = get_ident()
-        if self.refused.get(caller, -1) < self.count or self.opener in (0, caller):
+        was_refused = self.refused.get(caller, -1) >= self.count
+        if not was_refused or self.opener in (0, caller):
             return False
+        # A thread that has ended leaves its round to whoever comes.
         return any(thread.ident == self.opener for thread in all_threads())
 
     @property
@@ -156,48 +164,69 @@ class RoundState:
         """The handle of the GPU's stream of the last launch, also of one into a graph; None before
         the first.
         """
+        # 1 + the handle, since the default stream is 0.
         number = self.progress.last_stream
-        return number - 1 if number else None
+        if not number:
+            return None
+        return number - 1
 
     @property
     def has_more_rounds(self) -> bool | None:
         """Whether any rank has more rounds after the last one, in which all sent it; None: not
         known yet.
         """
+        # The epoch of a round, and in the lowest bit the answer of its ranks.
         epoch, has_more = divmod(self.progress.has_more_rounds, 2)
-        return bool(has_more) if epoch == self.count else None
+        if epoch != self.count:
+            return None
+        return bool(has_more)
 
     def describe(self, epoch: int) -> str:
-        is_open = self.state != CLOSED and epoch == self.count
-        return f"round {epoch} " + (
-            f"awaits {' or '.join(PERMITTED[self.state])}" if is_open else "closed"
-        )
+        """What `repr` says of a round of this exchange."""
+        if self.state == CLOSED or epoch != self.count:
+            return f"round {epoch} closed"
+        return f"round {epoch} awaits {self._permitted()}"
+
+    def _permitted(self) -> str:
+        return " or ".join(PERMITTED[self.state])
 
     def refuse(self, handle: Sent | Dispatched, call: str, name: str) -> NoReturn:
-        current = self.handle if self.state != CLOSED else None
+        """Raise what `permit` says, in the words of users."""
+        opening = "dispatch_send" if call == "dispatch_recv" else "dispatch"
+
+        # No handle at all.
         if not isinstance(handle, (Sent, Dispatched)):
-            before = "dispatch_send" if call == "dispatch_recv" else "dispatch"
-            takes_rows = isinstance(handle, Tensor) and call in PERMITTED[DISPATCHED]
-            order = f": {call} takes the rows first" if takes_rows else ""
+            hint = ""
+            if isinstance(handle, Tensor) and call in PERMITTED[DISPATCHED]:
+                hint = f": {call} takes the rows first"
             raise TypeError(
-                f"`{name}` must be what {before} returned, got {describe(handle)}{order}"
+                f"`{name}` must be what {opening} returned, got {describe(handle)}{hint}"
             )
-        sent = handle.sent if isinstance(handle, Dispatched) else handle
-        if sent.template.rounds() is not self:
+
+        # The handle of another exchange.
+        if _sent_of(handle).template.rounds() is not self:
             raise EPStateError(
                 f"`{name}` belongs to another ExpertParallel, or to this one before `resume`: "
                 f"{call} takes the handle that its own dispatch returned"
             )
-        if current is None:
-            first, second = (
-                ("dispatch_send", call) if call == "dispatch_recv" else ("dispatch", "combine")
-            )
-            raise EPStateError(f"round {handle.epoch} is closed: {first} comes before {second}")
-        if handle is current or isinstance(current, Dispatched) and handle is current.sent:
-            raise EPStateError(
-                f"round {current.epoch} awaits {' or '.join(PERMITTED[self.state])}, got {call}"
-            )
+
+        # The handle of a round that is closed.
+        current = self.handle
+        if self.state == CLOSED or current is None:
+            closing = call if call == "dispatch_recv" else "combine"
+            raise EPStateError(f"round {handle.epoch} is closed: {opening} comes before {closing}")
+
+        # The call of another state, or a handle of another round.
+        if handle in (current, _sent_of(current)):
+            raise EPStateError(f"round {current.epoch} awaits {self._permitted()}, got {call}")
         raise EPStateError(
             f"`{name}` must be the handle of the open round {current.epoch}, got another's, of "
             f"round {handle.epoch}"
         )
+
+
+def _sent_of(handle: Sent | Dispatched) -> Sent:
+    """The first handle of a round."""
+    if isinstance(handle, Dispatched):
+        return handle.sent
+    return handle

@@ -55,6 +55,7 @@ def share_descriptors(window: int, peers: Peers) -> Iterator[tuple[list[int], di
         contextlib.ExitStack() as stack,
         contextlib.ExitStack() as undo,
     ):
+        # Offer the own ones, and tell where.
         for number, descriptor in enumerate([os.dup(window), *this_process()]):
             handout.keep(number, descriptor)
         machine = Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -64,32 +65,39 @@ def share_descriptors(window: int, peers: Peers) -> Iterator[tuple[list[int], di
                 "the ranks of a node are on several machines: set topology.ranks_per_node to the "
                 "ranks of one machine"
             )
-        whats = {
-            peer: f"rank {rank} cannot reach rank {peer}'s socket"
-            for peer in range(size)
-            if peer != rank
-        }
+
+        # Connect to all others, and wait until all have reached all: a rank that fails later cuts
+        # off nobody who still connects.
         deadline = time.monotonic() + timeout_s
-        reached = {
-            p: stack.enter_context(_connected(sockets[p][1], what, deadline))
-            for p, what in whats.items()
-        }
-        # Wait until all have reached all: a rank that fails later cuts off nobody who still
-        # connects.
+        problems = {}
+        connections = {}
+        for peer in range(size):
+            if peer == rank:
+                continue
+            problems[peer] = f"rank {rank} cannot reach rank {peer}'s socket"
+            _, name = sockets[peer]
+            connected = _connected(name, problems[peer], deadline)
+            connections[peer] = stack.enter_context(connected)
         peers.all_gather(None)
-        received = dict[int, dict[int, int]]()
-        for peer, connection in reached.items():
-            kept = _received(connection, whats[peer], deadline)
-            received[peer] = kept.descriptors
-            for number, descriptor in kept.descriptors.items():
-                (undo if number == _PROCESS else stack).callback(os.close, descriptor)
+
+        # Take what they give. Windows are closed in the end, processes after a failure.
+        windows = {rank: window}
+        processes = {}
+        for peer, connection in connections.items():
+            received = _received(connection, problems[peer], deadline)
+            for number, descriptor in received.descriptors.items():
+                if number == _PROCESS:
+                    undo.callback(os.close, descriptor)
+                    processes[peer] = descriptor
+                else:
+                    stack.callback(os.close, descriptor)
+                    windows[peer] = descriptor
             # Without the descriptor of a process, its end would be seen at a deadline only.
-            if kept.lost or _WINDOW not in kept.descriptors:
+            if received.lost or peer not in windows:
                 raise RuntimeError(
-                    f"{whats[peer]}: it has closed it, or `ulimit -n` is too low here"
+                    f"{problems[peer]}: it has closed it, or `ulimit -n` is too low here"
                 )
-        windows = [window if peer == rank else received[peer][_WINDOW] for peer in range(size)]
-        yield windows, {peer: kept[_PROCESS] for peer, kept in received.items() if _PROCESS in kept}
+        yield [windows[peer] for peer in range(size)], processes
         undo.pop_all()
 
 
@@ -120,13 +128,15 @@ class Handout:
     def keep(self, number: int, descriptor: int) -> None:
         """Give a descriptor, in place of the last one of this number, and close it in the end."""
         with self._lock:
-            _close([self._kept.pop(number)] if number in self._kept else [])
+            if number in self._kept:
+                os.close(self._kept.pop(number))
             self._kept[number] = descriptor
 
     def drop(self, most: int) -> None:
         """Keep the `most` largest numbers at most."""
         with self._lock:
-            for number in sorted(self._kept)[: max(len(self._kept) - most, 0)]:
+            too_many = max(len(self._kept) - most, 0)
+            for number in sorted(self._kept)[:too_many]:
                 os.close(self._kept.pop(number))
 
     def drop_others(self, numbers: set[int]) -> None:
@@ -175,6 +185,9 @@ class _Received(NamedTuple):
 
 
 def _received(connection: socket.socket, what: str, deadline: float) -> _Received:
+    """All that a `Handout` has sent, as far as this process may open files. Raises TimeoutError,
+    which begins with `what`.
+    """
     _set_deadline(connection, deadline)
     try:
         message, descriptors, _, _ = socket.recv_fds(
@@ -182,9 +195,11 @@ def _received(connection: socket.socket, what: str, deadline: float) -> _Receive
         )
     except TimeoutError:
         raise TimeoutError(f"{what}: its process does not answer") from None
+    # The message has the number of each descriptor, in their order: int64 words.
     numbers = struct.unpack(f"{len(message) // 8}q", message)
     arrived = len(descriptors)
-    return _Received(dict(zip(numbers[:arrived], descriptors, strict=True)), [*numbers[arrived:]])
+    by_number = dict(zip(numbers[:arrived], descriptors, strict=True))
+    return _Received(by_number, lost=list(numbers[arrived:]))
 
 
 @contextlib.contextmanager
@@ -200,16 +215,17 @@ def _handing_out(name: str, kept: dict[int, int], lock: Lock) -> Iterator[socket
         while True:
             try:
                 connection, _ = listener.accept()
-            except OSError as error:  # also once it is shut down
+            except OSError as error:
+                # It was shut down, or this process may open no more files for now.
                 if ended or error.errno not in _SHORTAGES:
                     return
                 time.sleep(_SHORTAGE_S)
                 continue
-            with connection, lock, contextlib.suppress(OSError):  # of one who has left
+            # OSError: who has asked has left.
+            with connection, lock, contextlib.suppress(OSError):
                 if _user_of(connection) == os.getuid():
-                    socket.send_fds(
-                        connection, [struct.pack(f"{len(kept)}q", *kept)], list(kept.values())
-                    )
+                    numbers = struct.pack(f"{len(kept)}q", *kept)
+                    socket.send_fds(connection, [numbers], list(kept.values()))
 
     owner = os.getpid()
     ended = False
@@ -221,7 +237,8 @@ def _handing_out(name: str, kept: dict[int, int], lock: Lock) -> Iterator[socket
         try:
             yield listener
         finally:
-            if os.getpid() == owner:  # a fork has closed its copy, and leaves this one open
+            # A fork has closed its copy, and leaves this one open.
+            if os.getpid() == owner:
                 ended = True
                 listener.shutdown(socket.SHUT_RDWR)
                 thread.join()
@@ -238,7 +255,8 @@ def _connected(name: str, what: str, deadline: float) -> Iterator[socket.socket]
             try:
                 connection.connect(name)
                 break
-            except BlockingIOError as error:  # its queue is full, which its process empties
+            except BlockingIOError as error:
+                # Its queue is full, which its process empties.
                 if time.monotonic() > deadline:
                     raise RuntimeError(
                         f"{what}: other processes of this machine connect to it all the time"
@@ -273,7 +291,8 @@ def _set_deadline(connection: socket.socket, deadline: float) -> None:
 
 
 def _user_of(connection: socket.socket) -> int:
-    credentials = connection.getsockopt(
-        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
-    )
-    return struct.unpack("3i", credentials)[1]
+    """The number of the user whose process is at the other end."""
+    nbytes = struct.calcsize("3i")
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, nbytes)
+    _process, user, _group = struct.unpack("3i", credentials)
+    return int(user)

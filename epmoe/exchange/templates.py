@@ -47,6 +47,7 @@ class Templates:
         sizes: dict[str, int],
         descriptors: Descriptors | None,
     ) -> None:
+        # What templates are made of.
         self._config = config
         self._device = device
         self._views = views
@@ -61,6 +62,7 @@ class Templates:
         if config.placement.live:
             self._first_tag = 1
             self._last_tag = config.placement.layers
+        # What `of` compares calls with.
         self._payload = WIRE_FORMATS[config.exchange.payload]
         self._element = self._payload.element
         self._max_tokens = config.capacity.max_num_tokens_per_rank
@@ -73,6 +75,7 @@ class Templates:
         """The template of a call, and T. Raises as `ExpertParallel.dispatch`, except for its token
         counts.
         """
+        # Taken apart at once, which costs the host less than reading ten attributes.
         x, ids, weights, scales, _, layout, weight_rows, tag, aligned, extra = call
         if tag.__class__ is not int or not self._first_tag <= tag <= self._last_tag:
             _refuse_tag(tag, self._first_tag, self._last_tag)
@@ -85,13 +88,14 @@ class Templates:
             # What travels behind each row: its kind is a part of the shape of a round.
             kind: Extra | None = None
             extra_fits = True
-            if extra is None:
-                pass
-            elif isinstance(extra, Extra):
-                kind = extra
-            else:
-                kind = Extra.of(extra)
-                extra_fits = _extra_fits(extra, T, device)
+            if extra is not None:
+                if isinstance(extra, Extra):
+                    kind = extra
+                else:
+                    kind = Extra.of(extra)
+                    extra_fits = _extra_fits(extra, T, device)
+
+            # The fields of `RoundShape`, in its order.
             dtype = x.dtype
             key = (D, K, dtype, ids.dtype, weights.dtype, layout, weight_rows, aligned, kind)
             template = self._templates.get(key)
@@ -107,7 +111,10 @@ class Templates:
             if template is not None and call_fits:
                 return template, T
         except (AttributeError, TypeError, ValueError):
-            pass  # not even tensors of two dimensions: `_check` raises
+            # Not even tensors of two dimensions: `_check` raises.
+            pass
+
+        # The first call of a shape, or one that does not fit.
         self.check_weights()
         _check(self._config, self._device, call)
         template = self._new(RoundShape(*key))
@@ -120,6 +127,7 @@ class Templates:
         payload = self._payload
         extra = shape.extra
         x = torch.empty(0, D, dtype=shape.dtype, device=self._device)
+        # Rows that are quantized already come with scales.
         no_scales = None
         if x.dtype is payload.element:
             no_scales = x.new_empty(0, payload.num_scales(D), dtype=payload.scale)
@@ -139,11 +147,13 @@ class Templates:
         )
 
     def with_extra(self, call: Call, kind: Extra) -> Call:
+        """The call with longer rows, behind whose elements their `extra` lies."""
         assert call.extra is not None
         x, scales = kind.behind(call.x, call.scales, call.extra, self._payload)
         return call._replace(x=x, scales=scales, extra=kind)
 
     def _new(self, shape: RoundShape) -> RoundTemplate:
+        """What rounds of this shape share from now on."""
         D = shape.hidden_size
         sizes = self._sizes
         aligned = shape.aligned or self._always_aligned
@@ -155,9 +165,14 @@ class Templates:
 
         # The buffers in which rows arrive, by expert or by source.
         is_expert_major = shape.layout == "expert"
-        expert_major = self._expert_major(shape) if is_expert_major else None
-        slabs = None if is_expert_major else self._slabs(shape)
+        expert_major = None
+        slabs = None
+        if is_expert_major:
+            expert_major = self._expert_major(shape)
+        else:
+            slabs = self._slabs(shape)
 
+        # What the operators take in place of these fields. Over several nodes the node has its own.
         descriptor = None
         if self._descriptors is not None:
             descriptor = self._descriptors.of(is_expert_major, shape.weight_rows, aligned)
@@ -184,6 +199,8 @@ class Templates:
         payload = self._payload
         views = self._views
         D = shape.hidden_size
+
+        # Rows, behind whose elements their `extra` may lie.
         width = self._width(shape)
         items = payload.row_items(D, shape.dtype)
         dtype = payload.dtype_of(shape.dtype)
@@ -193,12 +210,15 @@ class Templates:
             # Behind the scales of a row come those of its `extra`, which nobody reads.
             scales = rows_as(views["row_scales"], payload.scale, payload.num_scales(width))
             scales = scales[:, : payload.num_scales(D)]
+        read_extra = None
+        if shape.extra is not None:
+            read_extra = partial(shape.extra.read, rows, items)
         return ExpertMajor(
-            rows[:, :items],
-            scales,
-            views["expert_offsets"],
-            views["tokens_per_expert"],
-            None if shape.extra is None else partial(shape.extra.read, rows, items),
+            rows=rows[:, :items],
+            scales=scales,
+            expert_offsets=views["expert_offsets"],
+            tokens_per_expert=views["tokens_per_expert"],
+            read_extra=read_extra,
         )
 
     def _slabs(self, shape: RoundShape) -> Slabs:
@@ -207,18 +227,23 @@ class Templates:
         views = self._views
         D = shape.hidden_size
         K = shape.top_k
+
+        # Rows, behind whose elements their `extra` may lie.
         items = payload.row_items(D, shape.dtype)
         dtype = payload.dtype_of(shape.dtype)
         x = _slabs_as(views["recv.x"], dtype, payload.row_items(self._width(shape), shape.dtype))
         scales = None
         if payload.scale:
             scales = _slabs_as(views["recv.scales"], payload.scale, payload.num_scales(D))
+        read_extra = None
+        if shape.extra is not None:
+            read_extra = partial(shape.extra.read, x, items)
         return Slabs(
-            x[..., :items],
-            scales,
-            _slabs_as(views["recv.ids"], torch.int32, K),
-            _slabs_as(views["recv.weights"], torch.float32, K),
-            None if shape.extra is None else partial(shape.extra.read, x, items),
+            x=x[..., :items],
+            scales=scales,
+            ids=_slabs_as(views["recv.ids"], torch.int32, K),
+            weights=_slabs_as(views["recv.weights"], torch.float32, K),
+            read_extra=read_extra,
         )
 
     def _width(self, shape: RoundShape) -> int:
@@ -245,41 +270,56 @@ def _slabs_as(buffer: Tensor, dtype: torch.dtype, length: int) -> Tensor:
 
 def _fits(scales: Tensor, payload: WireFormat, T: int, D: int, device: torch.device) -> bool:
     """Whether `scales` needs no copy and no error: as many as `payload` has, in contiguous rows."""
-    return (
-        scales.shape == (T, D // payload.block)
-        and scales.dtype is payload.scale
-        and scales.device == device
-        and (scales.stride()[1] == 1 or payload.block >= D)
-        and not (scales.requires_grad and torch.is_grad_enabled())
-    )
+    if scales.shape != (T, D // payload.block):
+        return False
+    if scales.dtype is not payload.scale or scales.device != device:
+        return False
+    # A row of one block has one scale, whose stride says nothing.
+    is_contiguous = scales.stride()[1] == 1 or payload.block >= D
+    wants_grad = scales.requires_grad and torch.is_grad_enabled()
+    return is_contiguous and not wants_grad
 
 
 def _extra_fits(extra: Tensor, T: int, device: torch.device) -> bool:
     """Whether `extra`, of a kind that was checked, needs no error."""
-    grad = extra.requires_grad and torch.is_grad_enabled()
-    return extra.shape[:1] == (T,) and extra.device == device and not grad
+    wants_grad = extra.requires_grad and torch.is_grad_enabled()
+    return extra.shape[:1] == (T,) and extra.device == device and not wants_grad
 
 
 def _refuse_tag(tag: object, first: int, last: int) -> NoReturn:
     if isinstance(tag, bool) or not isinstance(tag, int):
         raise TypeError(f"`tag` must be an int, got {describe(tag)}")
-    why = ", a layer of `placement.layers`" if first else ""
+    why = ""
+    if first:
+        why = ", a layer of `placement.layers`"
     raise ValueError(f"`tag` must be from {first} to {last}{why}, got {tag}")
 
 
 def _check(config: EPConfig, device: torch.device, call: Call) -> None:
-    x = call.x
-    ids = call.ids
-    weights = call.weights
-    scales = call.scales
+    """Raise TypeError, ValueError or RuntimeError for a call that `Templates.of` cannot take, in
+    the words of users.
+    """
+    refuse_tangents()
+    _check_flags(call)
+    _check_x(config, device, call)
+    _check_pairs(config, device, call)
+    _check_scales(config, device, call)
+    if call.extra is None:
+        return
+    if call.weight_rows:
+        raise ValueError(
+            "`extra` must be None with apply_router_weight_on_input, which multiplies whole rows "
+            "by the weights"
+        )
+    if not isinstance(call.extra, Extra):
+        check_extra(call.extra, len(call.x), device, config.capacity.extra_bytes)
+
+
+def _check_flags(call: Call) -> None:
+    """The layout, and what goes with it."""
     layout = call.layout
     weight_rows = call.weight_rows
     aligned = call.aligned
-    model = config.model
-    capacity = config.capacity
-    refuse_tangents()
-
-    # The flags.
     if layout not in ("expert", "rank"):
         raise ValueError(f"`layout` must be 'expert' or 'rank', got {layout!r}")
     if not isinstance(weight_rows, bool):
@@ -294,38 +334,25 @@ def _check(config: EPConfig, device: torch.device, call: Call) -> None:
             "layout='rank'"
         )
 
-    # x, and its scales if it is quantized already.
-    D = model.hidden_size
-    K = model.num_experts_per_tok
-    M = capacity.max_num_tokens_per_rank
-    dtypes = [model.torch_dtype, *(d for d in FLOATS if d.itemsize < model.torch_dtype.itemsize)]
-    payload = WIRE_FORMATS[config.exchange.payload]
-    combine = WIRE_FORMATS[config.exchange.combine_payload]
-    element = payload.element
-    scale = payload.scale
-    if element is None or scale is None:
-        if scales is not None:
-            raise ValueError(
-                "`scales` need an `exchange.payload` with scales, such as fp8: the format in which "
-                "their rows travel"
-            )
-    elif scales is not None:
-        dtypes = [element]
-    elif getattr(x, "dtype", None) == element:
-        what = f"{dtype_name(scale)} [T, D/{payload.block}] where `x` is {dtype_name(element)}"
-        raise ValueError(f"`scales` must be {what}, got {describe(scales)}")
-    elif config.topology.num_nodes > 1:
-        # Rows reach nodes quantized, and return in the dtype of the config.
-        dtypes = dtypes[:1]
+
+def _check_x(config: EPConfig, device: torch.device, call: Call) -> None:
+    """The dtype of x, which `scales` may make another one, then its D and T."""
+    x = call.x
+    D = config.model.hidden_size
+    M = config.capacity.max_num_tokens_per_rank
+    dtypes = _dtypes_of_x(config, call)
     check_tensor("x", x, dtypes, ("T", "D"), device)
     T, hidden = x.shape
+
+    # Whole blocks of scales, or whole lines of 16 bytes.
+    payload = WIRE_FORMATS[config.exchange.payload]
+    combine = WIRE_FORMATS[config.exchange.combine_payload]
     block = max(payload.block, combine.block)
+    step = 16 // x.dtype.itemsize
+    whole = "16 bytes"
     if block:
         step = block
         whole = f"blocks of {block}"
-    else:
-        step = 16 // x.dtype.itemsize
-        whole = "16 bytes"
     if hidden > D or hidden < 1 or hidden % step:
         raise ValueError(
             f"`x` must be {dtype_name(dtypes[0])} [T, {D}], or a smaller D of whole {whole}, got "
@@ -337,28 +364,56 @@ def _check(config: EPConfig, device: torch.device, call: Call) -> None:
             f"{T} on all ranks"
         )
 
-    # Ids and weights, and what needs the shape of x.
+
+def _dtypes_of_x(config: EPConfig, call: Call) -> list[torch.dtype]:
+    """The dtypes that x may have. Raises ValueError where there are scales for x and it needs none,
+    or the other way round.
+    """
+    dtype = config.model.torch_dtype
+    payload = WIRE_FORMATS[config.exchange.payload]
+    element = payload.element
+    scale = payload.scale
+    if element is None or scale is None:
+        if call.scales is not None:
+            raise ValueError(
+                "`scales` need an `exchange.payload` with scales, such as fp8: the format in which "
+                "their rows travel"
+            )
+    elif call.scales is not None:
+        return [element]
+    elif getattr(call.x, "dtype", None) == element:
+        what = f"{dtype_name(scale)} [T, D/{payload.block}] where `x` is {dtype_name(element)}"
+        raise ValueError(f"`scales` must be {what}, got {describe(call.scales)}")
+    elif config.topology.num_nodes > 1:
+        # Rows reach nodes quantized, and return in the dtype of the config.
+        return [dtype]
+    # The config's dtype, and smaller ones, for which there is room.
+    return [dtype, *(smaller for smaller in FLOATS if smaller.itemsize < dtype.itemsize)]
+
+
+def _check_pairs(config: EPConfig, device: torch.device, call: Call) -> None:
+    """Ids and weights, of an x that was checked."""
+    ids = call.ids
+    T = len(call.x)
+    K = config.model.num_experts_per_tok
     check_tensor("ids", ids, INTS, (T, "K"), device)
     if not 1 <= ids.shape[1] <= K:
         raise ValueError(f"`ids` must be int32 or int64 [{T}, 1..{K}], got {describe(ids)}")
-    check_tensor("weights", weights, FLOATS, tuple(ids.shape), device)
-    check_forward_only(x, weights)
-    if scales is not None and scale is not None:
-        check_tensor("scales", scales, (scale,), (T, hidden // payload.block), device)
-        if scales.stride(1) != 1 and hidden > payload.block:
-            raise ValueError(
-                f"`scales` must have contiguous rows, got strides {scales.stride()}: use "
-                "`.contiguous()`"
-            )
-        check_forward_only(scales)
+    check_tensor("weights", call.weights, FLOATS, tuple(ids.shape), device)
+    check_forward_only(call.x, call.weights)
 
-    # What travels behind each row.
-    if call.extra is None:
+
+def _check_scales(config: EPConfig, device: torch.device, call: Call) -> None:
+    """Scales of an x that was checked, if there are some."""
+    scales = call.scales
+    payload = WIRE_FORMATS[config.exchange.payload]
+    if scales is None or payload.scale is None:
         return
-    if weight_rows:
+    T, hidden = call.x.shape
+    check_tensor("scales", scales, (payload.scale,), (T, hidden // payload.block), device)
+    if scales.stride(1) != 1 and hidden > payload.block:
         raise ValueError(
-            "`extra` must be None with apply_router_weight_on_input, which multiplies whole rows "
-            "by the weights"
+            f"`scales` must have contiguous rows, got strides {scales.stride()}: use "
+            "`.contiguous()`"
         )
-    if not isinstance(call.extra, Extra):
-        check_extra(call.extra, T, device, capacity.extra_bytes)
+    check_forward_only(scales)

@@ -40,9 +40,12 @@ Comes = Literal["launch", "replay", None]
 only this stream has work, or it may replay a graph. None: nothing, and another thread may be in a
 launch.
 """
+# What a buffer holds until its copy comes: no word of the state has this value.
 _UNWRITTEN = b"\x7f" * 4
-_ANSWER_S = 1e-3  # for a copy that nothing stands in front of
-_QUEUES = 8  # by default, see CUDA_DEVICE_MAX_CONNECTIONS
+# How long to wait for a copy that nothing stands in front of.
+_ANSWER_S = 1e-3
+# Hardware queues by default: see CUDA_DEVICE_MAX_CONNECTIONS.
+_QUEUES = 8
 
 
 @cache
@@ -77,7 +80,9 @@ class CopyInStream:
     def read(self) -> bytes | None:
         """None while it is on its way; zeros before the first one."""
         copied = self._bytes.raw
-        return None if _UNWRITTEN in copied else copied
+        if _UNWRITTEN in copied:
+            return None
+        return copied
 
 
 class CopyOfNow:
@@ -96,15 +101,17 @@ class CopyOfNow:
 
     @classmethod
     def of(cls, buffer: Tensor) -> CopyOfNow:
+        """A copy in each hardware queue of the buffer's GPU."""
         return cls([CopyInStream(buffer, stream) for stream in _streams_of(buffer.device)])
 
     def read(self) -> bytes | None:
         """What the buffer holds now. It waits for a millisecond at most; None: nobody can tell."""
-        copy = next((copy for copy in self._copies if copy.read() is not None), None)
-        if copy is None:
-            return None
-        copy.start()
-        return first_answer(copy.read, time.monotonic() + _ANSWER_S)
+        for copy in self._copies:
+            is_on_its_way = copy.read() is None
+            if not is_on_its_way:
+                copy.start()
+                return first_answer(copy.read, time.monotonic() + _ANSWER_S)
+        return None
 
 
 @dataclass
@@ -118,6 +125,7 @@ class _Mark:
     came_s: float = math.inf  # when a look has found it
 
     def put(self, time_s: float, phases: int) -> None:
+        """Set it, behind what was launched so far."""
         self.copy.start()
         self.phases = phases
         self.set_s = time_s
@@ -126,7 +134,9 @@ class _Mark:
 
     def read(self, time_s: float) -> bytes | None:
         """The state where its stream has reached it, else None."""
-        copied = self.copy.read() if self.set else None
+        if not self.set:
+            return None
+        copied = self.copy.read()
         if copied:
             self.came_s = min(self.came_s, time_s)
         return copied
@@ -143,7 +153,7 @@ class Late(NamedTuple):
     the round up: a mask of missing ranks from each rank.
     """
 
-    stage: int
+    stage: int  # 0 is dispatch, and 1 combine: see `STAGES`
     epoch: int
     reports: tuple[int, ...] = ()
 
@@ -167,9 +177,11 @@ class Watch:
         self._poll = _Mark(at_poll)
         self._now = now
         self._errors = errors
+        # The state at the last look, and when it was first seen.
         self._state = b""
-        self._moved_s = 0.0  # at the last look, and when the last look came that found another one
-        self._reached = -1  # the phases of the last mark of a poll that the stream has reached
+        self._moved_s = 0.0
+        # The phases of the last mark of a poll that the stream has reached.
+        self._reached = -1
 
     def look(self, time_s: float, timeout_s: float, phases: int, comes: Comes) -> Late | None:
         """Look at the marks, and set one. Returns what is late; None where nothing is, or where
@@ -199,22 +211,29 @@ class Watch:
             marks = self._launches
         elif comes == "replay":
             marks = [self._poll]
-        mark = next((mark for mark in marks if mark.is_free), None)
-        if mark:
-            mark.put(time_s, phases)
+        for mark in marks:
+            if mark.is_free:
+                mark.put(time_s, phases)
+                break
         return late
 
     def _late(self, time_s: float, timeout_s: float, due_s: float) -> Late | None:
+        """The stage that comes next, if its kernel could have begun since `due_s`, or if others
+        have given the round up.
+        """
         now = _parsed(self._state)
-        # The stage that comes next: combine of the open round, or dispatch of the next one.
-        late = Late(1, now.dispatch_epoch) if now.phases > 1 else Late(0, now.combine_epoch + 1)
+        # Dispatch of the next round, or combine of the open one.
+        late = Late(0, now.combine_epoch + 1)
+        if now.phases > 1:
+            late = Late(1, now.dispatch_epoch)
         if time_s - due_s >= timeout_s:
             return late
         # Other ranks may have given the round up: int64 words, a mask of each rank.
         if time_s - self._moved_s >= timeout_s:
             reports = self._errors.read() or b""
             if any(reports):
-                return late._replace(reports=struct.unpack(f"<{len(reports) // 8}q", reports))
+                masks = struct.unpack(f"<{len(reports) // 8}q", reports)
+                return late._replace(reports=masks)
         return None
 
     def _read_launches(
@@ -230,16 +249,23 @@ class Watch:
                 mark.set = False
         reached = []
         for mark in self._launches:
-            copied = mark.read(time_s) if phases != mark.phases else None
+            # Nothing has been launched behind this one yet.
+            if phases == mark.phases:
+                continue
+            copied = mark.read(time_s)
             if copied:
                 reached.append((mark, copied))
         return reached
 
     def _launch_due_s(self, launched: list[tuple[_Mark, bytes]]) -> float:
         """The time from which a kernel that a call has launched could have begun, and has not."""
+        due_s = math.inf
         for mark, copied in launched:
-            mark.set = copied == self._state  # otherwise it has begun, and has a deadline
-        return min((mark.came_s for mark, _ in launched if mark.set), default=math.inf)
+            # Otherwise the kernel has begun, and has a deadline.
+            mark.set = copied == self._state
+            if mark.set:
+                due_s = min(due_s, mark.came_s)
+        return due_s
 
     def _replay_due_s(self, phases: int) -> float:
         """The time from which no kernel of a replay has begun though the stream has not come to an
@@ -251,15 +277,19 @@ class Watch:
         state = _parsed(self._state)
         has_run = 4 * state.combine_epoch + state.phases
         has_graphs = mark.set and phases == mark.phases == self._reached and has_run != phases
-        receives = list(state.receiving) != list(state.done)
-        return max(self._moved_s, mark.set_s) if has_graphs and not receives else math.inf
+        is_receiving = list(state.receiving) != list(state.done)
+        if not has_graphs or is_receiving:
+            return math.inf
+        return max(self._moved_s, mark.set_s)
 
 
 def _parsed(state: bytes) -> ctypes.Structure:
+    """`RoundState` of csrc/plan.h, of a copy."""
     return layouts.struct("RoundState").from_buffer_copy(state)
 
 
 def watch_of(views: Mapping[str, Tensor]) -> Watch:
+    """The watch over the kernels of an exchange on a GPU, whose buffers these are by name."""
     state = views["state"]
     return Watch(
         before_launch=(CopyInStream(state), CopyInStream(state)),

@@ -15,7 +15,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -67,10 +67,12 @@ class SharedMemoryWindow:
         ended. Raises MemoryError where this rank has no room, and what `share_descriptors` raises.
         """
         check_room(nbytes * peers.size, available_memory_bytes())
-        self.places, self.regions, processes = map_windows(nbytes, peers, seats, addresses)
-        self.local = self.regions[seats.of_ranks[peers.rank]]
+        mapped = map_windows(nbytes, peers, seats, addresses)
+        self.places = mapped.places
+        self.regions = mapped.regions
+        self.local = mapped.regions[seats.of_ranks[peers.rank]]
         self._dead_at = dead_at
-        self.deaths = Deaths(processes, self._note)
+        self.deaths = Deaths(mapped.processes, self._note)
 
     def store(self, offset: int, value: int) -> None:
         """A rank that sleeps sees the word when it next looks up, after 100 ms at most."""
@@ -89,6 +91,7 @@ class SharedMemoryWindow:
         ops.post_word(self.regions[rank], offset, ctypes.c_int64(value).value)
 
     def _note(self, dead: int) -> None:
+        """Tell waits of this rank, which look at this word, whose process has ended."""
         ops.post_word(self.local, self._dead_at, ctypes.c_int64(dead).value)
 
 
@@ -136,20 +139,31 @@ def _enough_files(ranks: int) -> Iterator[None]:
         ) from error
 
 
+class MappedWindows(NamedTuple):
+    """The windows of a group in this process."""
+
+    places: Places
+    """where they are mapped"""
+    regions: list[Tensor]
+    """by seat, uint8 [window_bytes]"""
+    processes: dict[int, int]
+    """by seat, descriptors of the other ranks' processes, as `share_descriptors` gives them"""
+
+
 def map_windows(
     nbytes: int,
     peers: Peers,
     seats: Seats,
     addresses: Addresses,
     clear: Callable[[Tensor], Callable[[], object]] = lambda local: lambda: None,
-) -> tuple[Places, list[Tensor], dict[int, int]]:
+) -> MappedWindows:
     """Make this rank's window, and map all ranks' in their seats. Collective, in a step of
     `Peers.together`.
 
     `clear` begins to prepare the own window, and returns a function that waits for its end: other
     windows are mapped meanwhile, and no rank returns before all are prepared. An empty seat has
-    memory that nobody reads. Returns where the windows are mapped, the windows by seat, and by seat
-    the other ranks' processes as `share_descriptors` does, which also says what is raised.
+    memory that nobody reads. Raises what `share_descriptors` does, and MemoryError where this rank
+    has no room.
     """
     places = addresses.windows(seats.count, nbytes)
     mine = seats.of_ranks[peers.rank]
@@ -157,12 +171,15 @@ def map_windows(
         undo.callback(places.unmap)
         own = places.create(nbytes)
         try:
+            # The own window, then those of others and memory in empty seats.
             local = places.map(mine, own, nbytes)
             wait = clear(local)
             regions = {seat: places.map_unread(seat, nbytes) for seat in seats.empty}
             with share_descriptors(own, peers) as (descriptors, processes):
+                regions[mine] = local
                 for seat, descriptor in zip(seats.of_ranks, descriptors, strict=True):
-                    regions[seat] = local if seat == mine else places.map(seat, descriptor, nbytes)
+                    if seat != mine:
+                        regions[seat] = places.map(seat, descriptor, nbytes)
                 # Own windows are cleared while others are mapped.
                 wait()
                 # All have cleared their windows: any rank may write into them from here on.
@@ -170,8 +187,6 @@ def map_windows(
         finally:
             os.close(own)
         undo.pop_all()
-    return (
-        places,
-        [regions[seat] for seat in range(seats.count)],
-        {seats.of_ranks[r]: fd for r, fd in processes.items()},
-    )
+    by_seat = [regions[seat] for seat in range(seats.count)]
+    processes_by_seat = {seats.of_ranks[rank]: process for rank, process in processes.items()}
+    return MappedWindows(places, by_seat, processes_by_seat)

@@ -48,11 +48,14 @@ class NVLinkWindow:
                 local[part].fill_(0xFF)
             return partial(torch.cuda.synchronize, device)
 
+        # What this rank can find out alone, then the windows of all.
         device = addresses.memory.device
         check_room(nbytes, torch.cuda.mem_get_info(device)[0])
         if peers.size > 1:
             _check_peer_access(peers, device)
-        self.places, self.regions, processes = map_windows(nbytes, peers, seats, addresses, clear)
+        mapped = map_windows(nbytes, peers, seats, addresses, clear)
+        self.places = mapped.places
+        self.regions = mapped.regions
         self._seat = seats.of_ranks[peers.rank]
         self.local = self.regions[self._seat]
         # Views for `store`, which allocates nothing.
@@ -61,7 +64,7 @@ class NVLinkWindow:
         self._stores = itertools.count()
         self._stream = own_stream(device)
         self._dead_at = dead_at
-        self.deaths = Deaths(processes, self._note)
+        self.deaths = Deaths(mapped.processes, self._note)
 
     def store(self, offset: int, value: int) -> None:
         """See `Window.store`. The word is below 2^63. Returns once the words have arrived, or after
@@ -74,15 +77,18 @@ class NVLinkWindow:
         there.copy_(source, non_blocking=True)
 
     def _note(self, dead: int) -> None:
+        """Tell waits of this rank, which look at this word, whose process has ended."""
         time.sleep(_LAST_WORDS_S)
-        with torch.cuda.device(self.local.device):  # this thread has another one
+        # The thread of `Deaths` has another device.
+        with torch.cuda.device(self.local.device):
             self._store(self._words[self._seat : self._seat + 1], self._dead_at, dead)
 
     def _store(self, windows: list[Tensor], offset: int, value: int) -> None:
         """Store a word into these windows by a copy engine, on a stream of its own and from pinned
         memory: kernels of this rank that wait for other ranks may hold all multiprocessors.
         """
-        place = next(self._stores) % len(self._stored)  # another store may be on its way
+        # Another store may be on its way from its own place.
+        place = next(self._stores) % len(self._stored)
         word = self._stored[place : place + 1]
         word[0] = value
         with torch.cuda.stream(self._stream):
@@ -92,14 +98,17 @@ class NVLinkWindow:
 
 
 def _check_peer_access(peers: Peers, device: torch.device) -> None:
+    """Raise RuntimeError where this GPU does not reach those of other ranks, as far as this process
+    sees them.
+    """
     devices = peers.all_gather(device.index)
     visible = torch.cuda.device_count()
-    unreachable = [
-        peer
-        for peer, index in enumerate(devices)
-        if peer != peers.rank and index < visible and index != device.index
-        if not torch.cuda.can_device_access_peer(device.index, index)
-    ]
+    unreachable = []
+    for peer, index in enumerate(devices):
+        if peer == peers.rank or index == device.index or index >= visible:
+            continue
+        if not torch.cuda.can_device_access_peer(device.index, index):
+            unreachable.append(peer)
     if unreachable:
         raise RuntimeError(
             f"the GPU of rank {peers.rank} has no peer access to that of rank(s) {unreachable}: "

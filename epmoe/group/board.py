@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from itertools import count
 from threading import Thread
 
 import torch.distributed as dist
@@ -28,17 +27,20 @@ from epmoe.group.peers import Peers
 from epmoe.group.store import POLL_S, OutlivingStore
 from epmoe.group.waiting import interruptible
 
-_BEAT_S = 0.05  # from one sign of life to the next
-_CALLS = (
-    4  # so often the last call is the longest wait for a process that computes and has not come
-)
-ANSWER_OF_NEW_S = 1.0  # for a sign of a new rank
-_LOOK_S = (
-    0.2  # of silence at most from one look to the next: whoever looks late knows of no longer one
-)
-_CONNECT_S = 0.25  # gloo's timeout in the first attempt; it takes up to five of them
-_SEND_S = 0.1  # to write a word into the store, where it can be reached
-_MOST_WORDS = 500  # characters of a reason that another rank reads
+# From one sign of life to the next.
+_BEAT_S = 0.05
+# The longest wait for a process that computes and has not come is so many last calls.
+_CALLS = 4
+# For a sign of a new rank.
+ANSWER_OF_NEW_S = 1.0
+# Silence at most from one look to the next: whoever looks late knows of no longer one.
+_LOOK_S = 0.2
+# gloo's timeout in the first attempt; it takes up to five of them.
+_CONNECT_S = 0.25
+# To write a word into the store, where it can be reached.
+_SEND_S = 0.1
+# Characters of a reason that another rank reads.
+_MOST_CHARACTERS = 500
 _GONE = "a rank is gone"
 FORMED = "formed"
 FAILED = "failed"
@@ -56,8 +58,11 @@ class Board:
 
     def read(self, key: object) -> str:
         """The word; "" if there is none."""
+        # A look at a word that is not there would wait for it.
         name = f"{self.name}/{key}"
-        return self.store.get(name).decode(errors="replace") if self.store.check([name]) else ""
+        if not self.store.check([name]):
+            return ""
+        return self.store.get(name).decode(errors="replace")
 
     def settle(self, key: object, word: str) -> str:
         """Write a word, unless another rank has been first. Returns the word of the first one."""
@@ -71,9 +76,9 @@ class Presence:
 
     def __init__(self, board: Board, key: object) -> None:
         self.ended = False
-        Thread(
-            target=_show, args=(weakref.ref(self), board, key), daemon=True, name="epmoe-presence"
-        ).start()
+        # The thread must not keep this object alive.
+        arguments = (weakref.ref(self), board, key)
+        Thread(target=_show, args=arguments, daemon=True, name="epmoe-presence").start()
 
 
 def sign_of_life() -> str:
@@ -82,11 +87,10 @@ def sign_of_life() -> str:
 
 
 def _show(presence: weakref.ref[Presence], board: Board, key: object) -> None:
-    while (one := presence()) is not None and not one.ended:
-        del one
-        with suppress(
-            RuntimeError, OSError
-        ):  # of a store that is gone: this rank's own calls raise
+    while (shown := presence()) is not None and not shown.ended:
+        del shown
+        # Where the store is gone, this rank's own calls raise.
+        with suppress(RuntimeError, OSError):
             board.write(key, sign_of_life())
         time.sleep(_BEAT_S)
 
@@ -105,12 +109,19 @@ class Sign:
     ended: bool = False  # the process is known to have
 
     def look(self, word: str, process: str) -> None:
+        """Count the time since the last look. `word` is what the rank shows now, and `process` the
+        name of its process.
+        """
         now = time.monotonic()
         step_s = min(now - self.looked, _LOOK_S)
-        self.silent_s, self.waited_s = self.silent_s + step_s, self.waited_s + step_s
+        self.looked = now
+        self.silent_s += step_s
+        self.waited_s += step_s
         if word != self.word:
-            self.word, self.silent_s, self.fresh = word, 0.0, True
-        self.looked, self.ended = now, has_ended(process)
+            self.word = word
+            self.silent_s = 0.0
+            self.fresh = True
+        self.ended = has_ended(process)
 
 
 class Decision(BaseModel):
@@ -138,6 +149,7 @@ class Meeting:
         return Board(self.root.store, f"{self.root.name}/{self.name}")
 
     def following(self) -> Meeting:
+        """The next attempt, with the signs that this rank has seen so far."""
         group, _, attempt = self.name.rpartition("/")
         return Meeting(self.root, f"{group}/{int(attempt) + 1}", self.processes, self.signs)
 
@@ -152,10 +164,11 @@ class Meeting:
         """What this rank sees of a member: of one that has not come yet, whether its process
         computes.
         """
+        # A sign begins with the name of the process, which is known of ranks of the group so far.
         word = self.root.read(self.key_of(member))
-        process = word.partition(" ")[0] or (
-            self.processes[member] if 0 <= member < len(self.processes) else ""
-        )
+        process, _, _ = word.partition(" ")
+        if not process and 0 <= member < len(self.processes):
+            process = self.processes[member]
         shown = word or processor_time(process)
         sign = self.signs.setdefault(member, Sign(shown, time.monotonic()))
         sign.look(shown, process)
@@ -166,16 +179,15 @@ class Meeting:
         or computes for several times as long and does not come. A new one that lives queues again.
         """
         sign = self.sign_of(member)
-        never_comes = sign.waited_s > _CALLS * last_call_s and not self.root.read(
-            self.key_of(member)
-        )
-        return (
-            sign.ended
-            or never_comes
-            or sign.silent_s > (last_call_s if member >= 0 else ANSWER_OF_NEW_S)
-        )
+        if sign.ended:
+            return True
+        if sign.waited_s > _CALLS * last_call_s and not self.root.read(self.key_of(member)):
+            return True
+        silence_s = last_call_s if member >= 0 else ANSWER_OF_NEW_S
+        return sign.silent_s > silence_s
 
     def anybody_lost(self, decision: Decision) -> bool:
+        """Whether any member is given up."""
         return any(self.lost(member, decision.last_call_s) for member in decision.members)
 
     def decision(self) -> Decision | None:
@@ -202,9 +214,11 @@ class Meeting:
         """
         deadline = time.monotonic() + timeout_s
 
+        size = len(decision.members)
+
         def look() -> None:
             if self.outcome() == FAILED:
-                raise RuntimeError(self.why_failed(len(decision.members)))
+                raise RuntimeError(self.why_failed(size))
             if self.anybody_lost(decision) or time.monotonic() > deadline:
                 raise RuntimeError(_GONE)
 
@@ -212,25 +226,28 @@ class Meeting:
         # Nobody connects before all members are about to: each connects at once then.
         board = self.board
         board.write(f"ready/{rank}", "ready")
-        while not all(board.read(f"ready/{other}") for other in range(len(decision.members))):
+        while not all(board.read(f"ready/{other}") for other in range(size)):
             look()
             time.sleep(POLL_S)
+
         # torch also counts groups that failed, and their number must be the same on all ranks.
         _world.group_count = 0
+        # While torch waits in the store, deaths are seen.
         store = self.root.store
         assert isinstance(store, OutlivingStore)
         _kept[:] = [store]
         store.look = look
+
         # gloo looks at no death while it connects, and takes several of its timeouts for a member
         # that has ended. So the first attempts are short, and the next ones give slow members time.
         attempt = int(self.name.rpartition("/")[2])
         connect_s = min(timeout_s, decision.last_call_s, _CONNECT_S * 2**attempt)
-        timeout = connect = timedelta(seconds=timeout_s)
+        timeout = timedelta(seconds=timeout_s)
+        connect = timedelta(seconds=connect_s)
         # With details a group keeps the timeout of its connecting.
-        if dist.get_debug_level() != dist.DebugLevel.DETAIL:
-            connect = timedelta(seconds=connect_s)
+        if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+            connect = timeout
         group = dist.PrefixStore(f"{self.board.name}/group", store)
-        size = len(decision.members)
         dist.init_process_group(backend, store=group, rank=rank, world_size=size, timeout=connect)
         store.look = None
         _set_pg_timeout(timeout)
@@ -259,7 +276,8 @@ class Meeting:
     def fail(self, rank: int | None = None, error: BaseException | None = None) -> None:
         """End the attempt. A rank that could not do its part says why before."""
         if error is not None:
-            self.board.write(f"why/{rank}", f"{type(error).__name__}: {error}"[:_MOST_WORDS])
+            why = f"{type(error).__name__}: {error}"
+            self.board.write(f"why/{rank}", why[:_MOST_CHARACTERS])
         self.board.settle("outcome", FAILED)
 
     def why_failed(self, size: int) -> str:
@@ -267,7 +285,7 @@ class Meeting:
         for rank in range(size):
             why = self.board.read(f"why/{rank}")
             if why:
-                return f"rank {rank}: {why[:_MOST_WORDS]}"
+                return f"rank {rank}: {why[:_MOST_CHARACTERS]}"
         return _GONE
 
 
@@ -281,11 +299,13 @@ def key_of_rank(group: str, rank: int) -> str:
 def arrive(root: Board) -> int:
     """The number of this new rank, from 1. Its key holds its sign of life."""
     word = sign_of_life()
-    return next(
-        n
-        for n in count(1)
-        if not root.read(f"arrivals/{n}") and root.settle(f"arrivals/{n}", word) == word
-    )
+    # The first number that nobody has, and that nobody takes at the same time.
+    number = 1
+    while True:
+        key = f"arrivals/{number}"
+        if not root.read(key) and root.settle(key, word) == word:
+            return number
+        number += 1
 
 
 def leave_group() -> None:
@@ -296,7 +316,8 @@ def leave_group() -> None:
         dist.destroy_process_group()
 
 
-_kept = list[dist.Store]()  # of the default group, which does not keep a store of Python
+# The store of the default group, which does not keep one of Python.
+_kept = list[dist.Store]()
 
 
 @dataclass(frozen=True)
@@ -307,9 +328,12 @@ class RollCall:
 
     ranks: list[int]
     rank: int
-    size: int  # of the whole group
-    name: str  # the same on all ranks of the group, and of no other group
-    attempt: str = ""  # the name of this attempt, once this rank knows it
+    size: int
+    """of the whole group"""
+    name: str
+    """the same on all ranks of the group, and of no other group"""
+    attempt: str = ""
+    """the name of this attempt, once this rank knows it"""
 
     def arrive(self) -> None:
         """Leave the name of this process: others then need not wait for the answer of a rank that
@@ -330,31 +354,32 @@ class RollCall:
         A rank that notices a failure reports it, and what it has `found`; one that does not within
         `answer_s` seconds is missing, and one whose process has ended is so at once.
         """
+        # Ask the others, on a thread that may go on when this rank does.
         others = [rank for rank in self.ranks if rank != self.rank]
         reports: dict[int, set[int]] = {}
-        with suppress(RuntimeError, ValueError):  # ValueError: the default group is destroyed
-            interruptible(
-                partial(self._ask, self._board(), found, others, reports, answer_s), answer_s
-            )
-        reports = dict(reports)  # the thread may go on writing
+        # ValueError: the default group is destroyed.
+        with suppress(RuntimeError, ValueError):
+            ask = partial(self._ask, self._board(), found, others, reports, answer_s)
+            interruptible(ask, answer_s)
+        reports = dict(reports)
+
+        # What this rank knows goes before what others say, and that before silence.
         named = set().union(*reports.values())
         silent = set(others) - set(reports)
-        result = sorted(set(found) or named or silent or others)
-        self._send(self.rank, _report(result))  # for ranks that come too late
-        return result
+        missing = sorted(set(found) or named or silent or others)
+        # For ranks that come too late.
+        self._send(self.rank, _report(missing))
+        return missing
 
     @classmethod
     def of(cls, peers: Peers, what: str, attempt: str = "") -> RollCall:
+        """The roll call of all ranks of a group, about `what`."""
         assert peers.group is not None
-        return cls(
-            list(range(peers.size)),
-            peers.rank,
-            peers.size,
-            f"{what}/{peers.group.group_name}",
-            attempt,
-        )
+        name = f"{what}/{peers.group.group_name}"
+        return cls(list(range(peers.size)), peers.rank, peers.size, name, attempt)
 
     def _send(self, key: object, word: str) -> None:
+        """Write a word for the others, if the store can be reached at once."""
         with suppress(RuntimeError, ValueError):
             interruptible(partial(self._board().write, key, word), _SEND_S)
 
@@ -384,6 +409,7 @@ class RollCall:
                 report = board.read(rank)
                 if report:
                     reports[rank] = _ranks_in(report, self.size)
+                # The attempt has succeeded there, or the process has ended.
                 elif self.attempt and board.read(f"{self.attempt}/{rank}"):
                     reports[rank] = set()
                 elif has_ended(board.read(f"process/{rank}")):
@@ -394,12 +420,16 @@ class RollCall:
 
 
 def _report(ranks: Sequence[int]) -> str:
+    """Ranks as a word of the board, which "" would not be."""
     return ",".join(map(str, ranks)) or "none"
 
 
 def _ranks_in(report: str, size: int) -> set[int]:
     """The ranks of a group of `size` in a report. Other words in it do not count."""
-    words = [
-        word for word in report.split(",") if word.isascii() and word.isdigit() and len(word) < 10
-    ]
-    return {rank for rank in map(int, words) if rank < size}
+    ranks = set()
+    for word in report.split(","):
+        # A long number would take a long time.
+        is_number = word.isascii() and word.isdigit() and len(word) < 10
+        if is_number and int(word) < size:
+            ranks.add(int(word))
+    return ranks

@@ -21,8 +21,14 @@ from epmoe.group.deaths import name_of_process
 from epmoe.group.errors import EPOpenError
 from epmoe.group.peers import MissingRankError, Peers
 
+# A generation, rank or seat that a new rank does not have yet.
 _NEW = -1
-_MOST_NAMED = 8  # keys in an error
+# Keys that an error names.
+_MOST_NAMED = 8
+
+
+def _new_name() -> str:
+    return secrets.token_hex(8)
 
 
 @dataclass(frozen=True)
@@ -34,48 +40,56 @@ class JoinRequest:
     """
 
     config: str
-    origin: str = field(
-        default_factory=lambda: secrets.token_hex(8)
-    )  # of all ranks that were ever in one group
-    generation: int = _NEW  # groups that the rank has had before the present one
-    rank: int = _NEW  # in the group so far
+    origin: str = field(default_factory=_new_name)
+    """of all ranks that were ever in one group"""
+    generation: int = _NEW
+    """groups that the rank has had before the present one"""
+    rank: int = _NEW
+    """in the group so far"""
     keeps: bool = False
-    held: list[list[int]] | None = (
-        None  # with `placement.live`, slots [layers][S] that the rank keeps or has read
-    )
-    spread_lost: bool = False  # that of `ExpertParallel.resume`
+    held: list[list[int]] | None = None
+    """with `placement.live`, slots [layers][S] that the rank keeps or has read"""
+    spread_lost: bool = False
+    """that of `ExpertParallel.resume`"""
     process: str = field(default_factory=name_of_process)
-    seat: int = _NEW  # in the groups so far
-    versions: list[Any] = field(
-        default_factory=list
-    )  # of a trainer's weights that the rank has: `HeldVersions.said`
-    attempt: str = field(
-        default_factory=lambda: secrets.token_hex(8)
-    )  # rank 0's names this attempt to open a group
+    seat: int = _NEW
+    """in the groups so far"""
+    versions: list[Any] = field(default_factory=list)
+    """of a trainer's weights that the rank has: `HeldVersions.said`"""
+    attempt: str = field(default_factory=_new_name)
+    """rank 0's names this attempt to open a group"""
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the rank comes from no group so far."""
+        return self.generation == _NEW
 
 
 @dataclass
 class Agreement:
     """What the ranks of a group have agreed on. It is empty until they have."""
 
-    requests: list[JoinRequest] = field(default_factory=list)  # of all ranks, in rank order
+    requests: list[JoinRequest] = field(default_factory=list)
+    """of all ranks, in rank order"""
     origin: str = ""
-    generation: int = 0  # of the group to be
-    former: list[int] | None = (
-        None  # if the ranks keep the placement, their ranks in the group so far
-    )
+    generation: int = 0
+    """of the group to be"""
+    former: list[int] | None = None
+    """if the ranks keep the placement, their ranks in the group so far"""
 
     @property
     def attempt(self) -> str:
-        return self.requests[0].attempt if self.requests else ""
+        """The name of this attempt; "" until it is known."""
+        if not self.requests:
+            return ""
+        return self.requests[0].attempt
 
     def seats(self, config: EPConfig) -> Seats:
         """Where the ranks sit in the group to be, of this config."""
         if config.topology.max_ranks is None:
             return Seats.full(len(self.requests))
-        return Seats.keep(
-            config.topology.seats, [(one.generation, one.seat) for one in self.requests]
-        )
+        had = [(request.generation, request.seat) for request in self.requests]
+        return Seats.keep(config.topology.seats, had)
 
     @property
     def name(self) -> str:
@@ -89,59 +103,68 @@ class Agreement:
         With `placement.live` any ranks may keep their experts, in any order and with new ranks:
         each brings its slots.
         """
-        self.requests = requests = [
-            JoinRequest(*values) for values in peers.all_gather(astuple(request))
-        ]
-        known = [one for one in requests if one.generation != _NEW]
-        if len({one.origin for one in known}) > 1:
+        requests = [JoinRequest(*values) for values in peers.all_gather(astuple(request))]
+        self.requests = requests
+
+        # Ranks that come from a group come from the same one.
+        known = [request for request in requests if not request.is_new]
+        if len({request.origin for request in known}) > 1:
             raise ValueError(
                 "the ranks resume different ExpertParallels: resume the same ones, in one order, "
                 "on all ranks"
             )
-        newest = max(one.generation for one in requests)
-        former = [one.rank for one in requests]
-        keeps = any(one.keeps for one in requests)
-        lives = any(one.held is not None for one in requests)
-        if (
-            keeps
-            and not lives
-            and (any(one.generation != newest for one in requests) or former != sorted(set(former)))
-        ):
-            raise ValueError(
-                "`placement` must be given where the group has new ranks, or its ranks another "
-                "order"
-            )
-        for key, what in (
-            ("keeps", "`placement`"),
-            ("spread_lost", "`spread_lost`"),
-            ("config", "config"),
-        ):
-            says = {
-                r: getattr(one, key)
-                for r, one in enumerate(requests)
-                if key == "config" or one.generation != _NEW
-            }
-            others = [
-                other for other, value in says.items() if value != says.get(peers.rank, value)
-            ]
-            if others:
-                keys = (
-                    _differing([one.config for one in requests], peers.rank, others)
-                    if key == "config"
-                    else ""
-                )
+
+        # Experts that stay where they are need the ranks of that group, in its order.
+        newest = max(request.generation for request in requests)
+        former = [request.rank for request in requests]
+        keeps = any(request.keeps for request in requests)
+        moves_experts = any(request.held is not None for request in requests)
+        if keeps and not moves_experts:
+            are_of_one_group = all(request.generation == newest for request in requests)
+            are_in_order = former == sorted(set(former))
+            if not are_of_one_group or not are_in_order:
                 raise ValueError(
-                    f"the {what} of rank {peers.rank} differs from that of rank(s) {others}: it "
-                    f"must be the same on all{keys}"
+                    "`placement` must be given where the group has new ranks, or its ranks another "
+                    "order"
                 )
-        self.origin, self.generation = (known or requests)[0].origin, newest + 1
-        self.former = former if keeps else None
+
+        # All ask for the same.
+        self._check_equal("keeps", "`placement`", peers.rank)
+        self._check_equal("spread_lost", "`spread_lost`", peers.rank)
+        self._check_equal("config", "config", peers.rank)
+
+        self.origin = (known or requests)[0].origin
+        self.generation = newest + 1
+        if keeps:
+            self.former = former
+
+    def _check_equal(self, key: str, what: str, rank: int) -> None:
+        """Raise ValueError, which calls a field of requests `what`, where it differs between ranks
+        that have an opinion of it. New ranks have one of the config only.
+        """
+        values = {}
+        for number, request in enumerate(self.requests):
+            if key == "config" or not request.is_new:
+                values[number] = getattr(request, key)
+        if rank not in values:
+            return
+        others = [other for other, value in values.items() if value != values[rank]]
+        if not others:
+            return
+        keys = ""
+        if key == "config":
+            keys = _differing([request.config for request in self.requests], rank, others)
+        raise ValueError(
+            f"the {what} of rank {rank} differs from that of rank(s) {others}: it must be the same "
+            f"on all{keys}"
+        )
 
 
 def _differing(configs: list[str], rank: int, others: list[int]) -> str:
     """The keys in which the configs of ranks differ, with the values: the end of a sentence. Words
     of other ranks.
     """
+    # A config is JSON of sections, each of keys.
     mine = json.loads(configs[rank])
     differences = list[str]()
     for other in others:
@@ -154,7 +177,9 @@ def _differing(configs: list[str], rank: int, others: list[int]) -> str:
                         f"`{section}.{key}` is {reprlib.repr(value)} here and {reprlib.repr(got)} "
                         f"on rank {other}"
                     )
-    return f"; {', '.join(differences[:_MOST_NAMED])}" if differences else ""
+    if not differences:
+        return ""
+    return f"; {', '.join(differences[:_MOST_NAMED])}"
 
 
 @contextmanager
@@ -165,6 +190,7 @@ def opening(peers: Peers, then: Callable[[], object]) -> Iterator[Agreement]:
     """
     check_backend(peers.group)
     agreement = Agreement()
+    # Others need not wait for the answer of a rank that has ended.
     if peers.size > 1:
         RollCall.of(peers, "opening").arrive()
     try:
@@ -172,13 +198,10 @@ def opening(peers: Peers, then: Callable[[], object]) -> Iterator[Agreement]:
             yield agreement
     except MissingRankError as error:
         assert peers.timeout_s is not None
-        missing = RollCall.of(error.peers, "opening", agreement.attempt).missing(
-            [], OPENING_ANSWER_S
-        )
-        raise EPOpenError(
-            peers.timeout_s, missing, [peers.global_ranks[rank] for rank in missing]
-        ) from error.__cause__
+        roll_call = RollCall.of(error.peers, "opening", agreement.attempt)
+        missing = roll_call.missing([], OPENING_ANSWER_S)
+        global_ranks = [peers.global_ranks[rank] for rank in missing]
+        raise EPOpenError(peers.timeout_s, missing, global_ranks) from error.__cause__
+    # The last gather may have failed on another rank, which then asks who is missing.
     if peers.size > 1:
-        RollCall.of(
-            peers, "opening", agreement.attempt
-        ).succeed()  # the last gather may have failed on another rank
+        RollCall.of(peers, "opening", agreement.attempt).succeed()

@@ -21,9 +21,13 @@ from epmoe.group.errors import EPStateError
 from epmoe.group.waiting import Whole, as_on_this_thread
 
 _Value = TypeVar("_Value")
+# Errors that reach other ranks as they are.
 _KINDS: tuple[type[Exception], ...] = (MemoryError, EPStateError, ValueError, RuntimeError)
-_MOST_BYTES = 2**24  # of a value
-_BEGIN_BYTES = 4096  # of a value, which travel with its length: few are longer
+# Of a value.
+_MOST_BYTES = 2**24
+# Bytes of a value that travel with its length: few are longer.
+_BEGIN_BYTES = 4096
+_LENGTH_BYTES = 8
 
 
 class MissingRankError(RuntimeError):
@@ -32,7 +36,8 @@ class MissingRankError(RuntimeError):
     """
 
     def __init__(self, peers: Peers, error: RuntimeError, ranks: Sequence[int] = ()):
-        self.peers, self.ranks = peers, list(ranks)
+        self.peers = peers
+        self.ranks = list(ranks)
         super().__init__(str(error))
 
 
@@ -51,14 +56,15 @@ class _ReportedError(Exception):
     """Another rank of `peers` has failed in a step of `together`."""
 
     def __init__(self, peers: Peers, problem: _Problem):
-        self.peers, self.problem = peers, problem
+        self.peers = peers
+        self.problem = problem
         super().__init__(problem)
 
     def as_shared(self) -> Exception:
+        """The error that this rank raises in its place."""
         kinds = {kind.__name__: kind for kind in _KINDS}
-        return kinds.get(self.problem.kind, RuntimeError)(
-            f"rank {self.problem.rank}: {self.problem.text}"
-        )
+        kind = kinds.get(self.problem.kind, RuntimeError)
+        return kind(f"rank {self.problem.rank}: {self.problem.text}")
 
 
 @dataclass(frozen=True)
@@ -69,10 +75,10 @@ class Peers:
     rank: int
     size: int
     global_ranks: list[int]  # [R]
-    timeout_s: float | None = (
-        None  # deadline of each collective in seconds; None is the group's own
-    )
-    first: int = 0  # number of rank 0 in errors: these ranks may be a part of a larger group
+    timeout_s: float | None = None
+    """deadline of each collective in seconds; None is the group's own"""
+    first: int = 0
+    """number of rank 0 in errors: these ranks may be a part of a larger group"""
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None, timeout_s: float | None = None) -> Self:
@@ -97,16 +103,18 @@ class Peers:
         """The bytes of one rank's tensor to all, in place. Collective. Raises MissingRankError as
         `all_gather`.
         """
-        if self.group is not None:
-            options = BroadcastOptions()
-            options.rootRank = source
-            deadline = self._deadline
-            if deadline is not None:  # `dist.broadcast` takes none
-                options.timeout = deadline
-            with self.waiting():
-                self.group.broadcast(
-                    [tensor.view(-1).view(torch.uint8)], options
-                ).wait()  # gloo knows few dtypes
+        if self.group is None:
+            return
+        options = BroadcastOptions()
+        options.rootRank = source
+        # `dist.broadcast` takes no deadline.
+        deadline = self._deadline
+        if deadline is not None:
+            options.timeout = deadline
+        # Bytes, since gloo knows few dtypes.
+        payload = [tensor.view(-1).view(torch.uint8)]
+        with self.waiting():
+            self.group.broadcast(payload, options).wait()
 
     def to_first(self, tensor: Tensor, source: int) -> None:
         """The bytes of one rank's tensor to rank 0, in place. Other ranks do nothing. Raises
@@ -115,13 +123,16 @@ class Peers:
         if self.group is None or source == 0 or self.rank not in (0, source):
             return
         payload = [tensor.view(-1).view(torch.uint8)]
-        with self.waiting([source if self.rank == 0 else 0]):
-            work = (
-                self.group.recv(payload, source, 0)
-                if self.rank == 0
-                else self.group.send(payload, 0, 0)
-            )
-            work.wait(*([] if self._deadline is None else [self._deadline]))
+        other = source if self.rank == 0 else 0
+        with self.waiting([other]):
+            if self.rank == 0:
+                work = self.group.recv(payload, source, 0)
+            else:
+                work = self.group.send(payload, 0, 0)
+            if self._deadline is None:
+                work.wait()
+            else:
+                work.wait(self._deadline)
 
     @contextmanager
     def waiting(self, ranks: Sequence[int] = ()) -> Iterator[None]:
@@ -137,7 +148,9 @@ class Peers:
 
     @property
     def _deadline(self) -> timedelta | None:
-        return None if self.timeout_s is None else timedelta(seconds=self.timeout_s)
+        if self.timeout_s is None:
+            return None
+        return timedelta(seconds=self.timeout_s)
 
     @contextmanager
     def together(self, then: Callable[[], object] = lambda: None) -> Iterator[None]:
@@ -189,29 +202,39 @@ class Peers:
         """Report that this rank has failed. Raises _ReportedError where another's error explains
         more.
         """
-        late = isinstance(error, (MissingRankError, TimeoutError))
-        if isinstance(error, _ReportedError):  # a part of these ranks has failed
-            problem = error.problem
-        else:
-            kind = next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
-            text = str(error) if type(error) is kind else f"{type(error).__name__}: {error}"
-            problem = _Problem(late, self.first + self.rank, kind.__name__, text)
+        is_late = isinstance(error, (MissingRankError, TimeoutError))
+        problem = self._problem_of(error, is_late)
         try:
             self._raise_reported(self._exchange((problem, None)))
         except _ReportedError as reported:
-            if (
-                late
-                and reported.problem != problem
-                or isinstance(error, (MemoryError, _ReportedError))
-            ):
+            # A rank that waited in vain has another one's error. Memory is short on all ranks.
+            has_cause = is_late and reported.problem != problem
+            if has_cause or isinstance(error, (MemoryError, _ReportedError)):
                 raise reported from error
         except MissingRankError as missing:
-            if isinstance(
-                error, (RuntimeError, OSError, _ReportedError)
-            ):  # the missing rank may be its cause
+            # The missing rank may be the cause.
+            if isinstance(error, (RuntimeError, OSError, _ReportedError)):
                 raise missing from error
 
+    def _problem_of(self, error: BaseException, is_late: bool) -> _Problem:
+        """What the others learn of an error of this rank."""
+        # A part of these ranks has failed.
+        if isinstance(error, _ReportedError):
+            return error.problem
+        kind: type[Exception] = RuntimeError
+        for known in _KINDS:
+            if isinstance(error, known):
+                kind = known
+                break
+        text = str(error)
+        if type(error) is not kind:
+            text = f"{type(error).__name__}: {error}"
+        return _Problem(is_late, self.first + self.rank, kind.__name__, text)
+
     def _raise_reported(self, gathered: Sequence[tuple[Any, object]]) -> None:
+        """Raise the error of the first rank that has failed, of what each rank has sent: a problem
+        or None, and a value.
+        """
         problems = [_Problem(*problem) for problem, _ in gathered if problem]
         if problems:
             raise _ReportedError(self, min(problems))
@@ -227,26 +250,34 @@ class Peers:
     def _gather_values(self, value: _Value) -> list[_Value]:
         if self.group is None:
             return [value]
+        # The length and the first bytes of each value.
         data = json.dumps(value).encode()
-        begins = self._gather(
-            len(data).to_bytes(8, "little") + data[:_BEGIN_BYTES], 8 + _BEGIN_BYTES
-        )
-        lengths = [int.from_bytes(begin[:8], "little") for begin in begins]
+        header = len(data).to_bytes(_LENGTH_BYTES, "little")
+        begins = self._gather(header + data[:_BEGIN_BYTES], _LENGTH_BYTES + _BEGIN_BYTES)
+        lengths = [int.from_bytes(begin[:_LENGTH_BYTES], "little") for begin in begins]
         if not all(0 < length <= _MOST_BYTES for length in lengths):
             raise RuntimeError(
                 f"ranks sent values of {lengths} bytes: each has at most {_MOST_BYTES}"
             )
+
+        # The rest, if any value is longer.
+        ends = [b""] * self.size
         rest = max(lengths) - _BEGIN_BYTES
-        ends = self._gather(data[_BEGIN_BYTES:], rest) if rest > 0 else [b""] * self.size
-        rows = zip(begins, ends, lengths, strict=True)
-        return [json.loads((begin[8:] + end)[:length]) for begin, end, length in rows]
+        if rest > 0:
+            ends = self._gather(data[_BEGIN_BYTES:], rest)
+        values = []
+        for begin, end, length in zip(begins, ends, lengths, strict=True):
+            text = begin[_LENGTH_BYTES:] + end
+            values.append(json.loads(text[:length]))
+        return values
 
     def _gather(self, data: bytes, nbytes: int) -> list[bytes]:
         """Every rank's bytes, padded to `nbytes`."""
         assert self.group is not None
+        # `dist.all_gather` takes no deadline.
         options = AllgatherOptions()
         deadline = self._deadline
-        if deadline is not None:  # `dist.all_gather` takes none
+        if deadline is not None:
             options.timeout = deadline
         tensor = torch.frombuffer(bytearray(data.ljust(nbytes, b"\0")), dtype=torch.uint8)
         rows = [torch.empty_like(tensor) for _ in range(self.size)]

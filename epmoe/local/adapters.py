@@ -24,8 +24,10 @@ from epmoe.local.spread import local_view
 from epmoe.local.weight_formats import plain_shape
 from epmoe.native.arguments import FLOATS, check_tensor, dtype_name
 
+# The number of a row that has no adapter.
 NO_ADAPTER = -1
-_LINE_BYTES = 16  # grouped GEMMs want strides of its multiples
+# Grouped GEMMs want strides of its multiples.
+_LINE_BYTES = 16
 
 
 def _writable_anywhere() -> torch.inference_mode:
@@ -85,17 +87,21 @@ class ExpertAdapters(nn.Module):
                 "`experts` must not be batch_invariant with adapters, whose products are not"
             )
         super().__init__()
-        self.count, self.rank = count, rank
-        self.numbers, self.lost = set(), set()
-        (e, D, F), wide = (
-            plain_shape(local_view(experts.w_down.detach())),
-            experts.w_gate_up.shape[1],
-        )
+        self.count = count
+        self.rank = rank
+        self.numbers = set()
+        self.lost = set()
+
+        # Columns of all adapters, in whole lines.
         step = _LINE_BYTES // experts.dtype.itemsize
         C = -(-count * rank // step) * step
+
+        # Room for their factors, zeros.
+        e, D, F = plain_shape(local_view(experts.w_down.detach()))
+        two_F = experts.w_gate_up.shape[1]
         shapes = {
             "gate_up_a": (e, C, D),
-            "gate_up_b": (e, wide, C),
+            "gate_up_b": (e, two_F, C),
             "down_a": (e, C, F),
             "down_b": (e, D, C),
         }
@@ -119,13 +125,19 @@ class ExpertAdapters(nn.Module):
                 of outputs, which would reach the rows of other adapters.
         """
         adapter = self.checked(number, adapter)
+        room = self._room(number)
         self._empty(number)
-        self.lost.add(number)  # an exception, such as a Ctrl-C, may leave a part of it
+        # An exception, such as a Ctrl-C, may leave a part of it.
+        self.lost.add(number)
         for name, factors in adapter._asdict().items():
-            if factors is not None:
-                a, b = factors
-                self._room(number)[name][0][:, : a.shape[1]].copy_(a)
-                self._room(number)[name][1][:, :, : a.shape[1]].copy_(b)
+            if factors is None:
+                continue
+            a, b = factors
+            a_room, b_room = room[name]
+            # Ranks above that of the adapter stay zeros.
+            r = a.shape[1]
+            a_room[:, :r].copy_(a)
+            b_room[:, :, :r].copy_(b)
         self.numbers.add(number)
         self.lost.discard(number)
 
@@ -139,20 +151,26 @@ class ExpertAdapters(nn.Module):
             made[name] = None
             if factors is None:
                 continue
-            (e, _, k), (_, n, _) = (place.shape for place in room[name])
+            # The shapes of the experts, with one rank that there is room for.
             a, b = factors
+            a_room, b_room = room[name]
+            e, _, k = a_room.shape
+            n = b_room.shape[1]
             check_tensor(f"{name} a", a, FLOATS, (e, "r", k))
-            check_tensor(f"{name} b", b, FLOATS, (e, n, r := a.shape[1]))
+            r = a.shape[1]
+            check_tensor(f"{name} b", b, FLOATS, (e, n, r))
             if r > self.rank:
                 raise ValueError(
                     f"`{name}` must have a rank of at most `adapter_rank` = {self.rank}, got {r}"
                 )
-            a, b = (factor.to(self.gate_up_a) for factor in factors)
+            # One value that is not finite would reach the rows of all adapters.
+            a = a.to(self.gate_up_a)
+            b = b.to(self.gate_up_a)
             if not (a.isfinite().all() and b.isfinite().all()):
                 raise ValueError(
                     f"`{name}` has values that are not finite in {dtype_name(a.dtype)}"
                 )
-            made[name] = a, b
+            made[name] = (a, b)
         return LoRA(**made)
 
     @torch.inference_mode()  # as above
@@ -207,35 +225,46 @@ class ExpertAdapters(nn.Module):
         return f"{self.count} of rank {self.rank}"
 
     def _choose(self) -> None:
+        """Choose a GEMM that takes the factors of both products: of two, the one that takes more
+        weights, which comes later in `GEMMS`.
+        """
         pairs = (self.gate_up_a, self.gate_up_b), (self.down_a, self.down_b)
         names = [choose("torch", *pair)[0] for pair in pairs]
         self._gemm = GEMMS[max(names, key=list(GEMMS).index)]
 
     @torch.inference_mode()  # as above
     def _lose(self) -> None:
+        """Make all adapters zeros, which were here and have to be put again."""
         for buffer in self.buffers():
             buffer.zero_()
         self.lost |= self.numbers
         self.numbers.clear()
 
     def _empty(self, number: int) -> None:
+        """Make the factors of an adapter zeros."""
         for a, b in self._room(number).values():
             a.zero_()
             b.zero_()
 
     @_writable_anywhere()
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        lost = False
+        are_lost = False
         for name, buffer in list(self.named_buffers()):
             # `fn` gets an empty tensor: of all buffers, `to_empty` would leave those that no state
             # dict fills.
             like = fn(buffer.new_empty(0))
-            moved = buffer.to(like) if not buffer.is_meta else torch.zeros(buffer.shape).to(like)
-            lost |= buffer.is_meta or not (
-                moved.is_meta or moved.dtype == buffer.dtype or bool(moved.isfinite().all())
-            )
+            if buffer.is_meta:
+                # There were no values.
+                moved = torch.zeros(buffer.shape).to(like)
+                are_lost = True
+            else:
+                moved = buffer.to(like)
+                # A cast may leave values that are not finite.
+                was_cast = moved.dtype != buffer.dtype and not moved.is_meta
+                if was_cast and not moved.isfinite().all():
+                    are_lost = True
             setattr(self, name, moved)
-        if lost:
+        if are_lost:
             self._lose()
         self._choose()
         return self

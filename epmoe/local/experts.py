@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,40 @@ DTYPES = (*FLOATS, torch.float64, *FORMATS)
 _KEEP_DTYPE = ("w_gate_up", "w_down", "gate_up_scales", "down_scales")
 
 
+class _Sizes(NamedTuple):
+    """Sizes of the weights of experts, in numbers."""
+
+    e: int
+    D: int
+    F: int
+
+
+def _checked_sizes(w_gate_up: Tensor, w_down: Tensor) -> _Sizes:
+    """The sizes of weights [e, 2F, D] and [e, D, F]. Raises TypeError or ValueError, in the words
+    of users, where they do not fit each other.
+    """
+    # Errors name the dtype that is meant, if it is one.
+    dtype = getattr(w_down, "dtype", None)
+    dtypes = [known for known in DTYPES if known == dtype]
+    check_tensor("w_down", w_down, dtypes or DTYPES, ("e", "D", "F"))
+    e, D, F = plain_shape(w_down)
+
+    # Numbers of few bits lie several in an item, in whole groups.
+    packed = 1
+    quantized = FORMATS.get(w_down.dtype)
+    if quantized is not None and quantized.packed > 1:
+        packed = quantized.packed
+        group = quantized.block[1]
+        if D % group or F % group:
+            raise ValueError(
+                f"D and F of {quantized.name} must be multiples of {group}, got {D} and {F}"
+            )
+
+    _check_not_transposed(w_gate_up, w_down)
+    check_tensor("w_gate_up", w_gate_up, dtypes, (e, 2 * F, D // packed), w_down.device)
+    return _Sizes(e, D, F)
+
+
 def _check_not_transposed(w_gate_up: object, w_down: Tensor) -> None:
     """Raises ValueError, which names the weights to transpose, where they would fit transposed."""
     if not isinstance(w_gate_up, Tensor) or w_gate_up.dim() != 3 or w_gate_up.dtype != w_down.dtype:
@@ -39,14 +73,13 @@ def _check_not_transposed(w_gate_up: object, w_down: Tensor) -> None:
     given = {"w_gate_up": w_gate_up, "w_down": w_down}
     if _fit(given) or w_down.dtype in FORMATS:
         return
+    # Either of them, or both.
     for names in (["w_gate_up"], ["w_down"], ["w_gate_up", "w_down"]):
         turned = given | {name: given[name].mT for name in names}
         if _fit(turned):
-            wants = [f"`{name}` must be {list(turned[name].shape)}" for name in names]
-            got = [f"{list(given[name].shape)}" for name in names]
-            raise ValueError(
-                f"{' and '.join(wants)}, got {' and '.join(got)}, which is transposed: give its .mT"
-            )
+            wants = " and ".join(f"`{name}` must be {list(turned[name].shape)}" for name in names)
+            got = " and ".join(f"{list(given[name].shape)}" for name in names)
+            raise ValueError(f"{wants}, got {got}, which is transposed: give its .mT")
 
 
 def _fit(weights: Mapping[str, Tensor]) -> bool:
@@ -161,17 +194,8 @@ class GroupedExperts(nn.Module):
         gemm: Literal["auto", "torch", "deep_gemm", "hopper"] = "auto",
         batch_invariant: bool = False,
     ) -> None:
-        dtypes = [dtype for dtype in DTYPES if dtype == getattr(w_down, "dtype", None)]
-        check_tensor("w_down", w_down, dtypes or DTYPES, ("e", "D", "F"))
-        (e, D, f), device = plain_shape(w_down), w_down.device
-        given = FORMATS.get(w_down.dtype)
-        packed = 1 if given is None else given.packed
-        if given is not None and packed > 1 and (D % given.block[1] or f % given.block[1]):
-            raise ValueError(
-                f"D and F of {given.name} must be multiples of {given.block[1]}, got {D} and {f}"
-            )
-        _check_not_transposed(w_gate_up, w_down)
-        check_tensor("w_gate_up", w_gate_up, dtypes, (e, 2 * f, D // packed), device)
+        # What does not fit raises before the module holds anything.
+        e, D, F = _checked_sizes(w_gate_up, w_down)
         if limit is not None and limit != math.inf:
             check_number("limit", limit)
         check_number("alpha", alpha)
@@ -180,35 +204,54 @@ class GroupedExperts(nn.Module):
             *names, last = map(repr, CHOICES)
             raise ValueError(f"`gemm` must be {', '.join(names)} or {last}, got {gemm!r}")
         super().__init__()
-        self.w_gate_up, self.w_down = parameter(w_gate_up), parameter(w_down)
-        for part, scales, bias, n, k in (
-            ("gate_up", gate_up_scales, gate_up_bias, 2 * f, D),
-            ("down", down_scales, down_bias, D, f),
-        ):
-            if given is not None:
-                check_tensor(
-                    f"{part}_scales", scales, (given.scale,), given.scales_shape(e, n, k), device
-                )
-            elif scales is not None:
-                raise ValueError(
-                    f"`{part}_scales` must be None where the weights are {dtype_name(w_down.dtype)}"
-                )
-            if bias is not None:
-                check_tensor(f"{part}_bias", bias, (self.dtype,), (e, n), device)
-            for name, value in ((f"{part}_scales", scales), (f"{part}_bias", bias)):
-                self.register_parameter(name, None if value is None else parameter(value))
-                if value is not None and given is not None:
-                    getattr(self, name).requires_grad_(False)
-        self.interleaved, self.limit, self.alpha, self.up_offset = (
-            interleaved,
-            limit,
-            alpha,
-            up_offset,
-        )
+
+        # The weights, with what belongs to each of them.
+        self.w_gate_up = parameter(w_gate_up)
+        self.w_down = parameter(w_down)
+        self._add_part("gate_up", gate_up_scales, gate_up_bias, (e, 2 * F, D))
+        self._add_part("down", down_scales, down_bias, (e, D, F))
+
+        # The activation.
+        self.interleaved = interleaved
+        self.limit = limit
+        self.alpha = alpha
+        self.up_offset = up_offset
+
+        # Gradients, and the GEMMs.
         self.averages_over = 1
         self._frozen_by_dtype = list[str]()
-        self._wanted, self._invariant = gemm, batch_invariant
+        self._wanted = gemm
+        self._invariant = batch_invariant
         self._choose()
+
+    def _add_part(
+        self, part: str, scales: Tensor | None, bias: Tensor | None, sizes: tuple[int, int, int]
+    ) -> None:
+        """Make scales and bias of weights [e, n, k] parameters, or None. Raises TypeError or
+        ValueError where they do not fit.
+        """
+        e, n, k = sizes
+        device = self.w_down.device
+        # Scales are there if the format has some, and then they must be.
+        quantized = FORMATS.get(self.w_down.dtype)
+        if quantized is not None:
+            shape = quantized.scales_shape(e, n, k)
+            check_tensor(f"{part}_scales", scales, (quantized.scale,), shape, device)
+        elif scales is not None:
+            name = dtype_name(self.w_down.dtype)
+            raise ValueError(f"`{part}_scales` must be None where the weights are {name}")
+        if bias is not None:
+            check_tensor(f"{part}_bias", bias, (self.dtype,), (e, n), device)
+
+        for name, value in ((f"{part}_scales", scales), (f"{part}_bias", bias)):
+            if value is None:
+                self.register_parameter(name, None)
+                continue
+            made = parameter(value)
+            # Quantized experts only serve.
+            if quantized is not None:
+                made.requires_grad_(False)
+            self.register_parameter(name, made)
 
     @property
     def is_fp8(self) -> bool:
@@ -286,7 +329,7 @@ class GroupedExperts(nn.Module):
                 takes them as they are.
             tokens_per_expert: int32 [e], rows of each segment without its gap, so that nothing is
                 computed for gaps between the two GEMMs; by default segments count as full.
-            alignment: in rows, of which all segments start at multiples: those of a round,
+            alignment: in rows: all segments start at its multiples. That of a round is
                 `Dispatched.alignment`. None: not known.
             rows_per_expert: rows of an expert on average, as far as this rank can tell, by which it
                 chooses a GEMM. Any number of rows is right, but slow if there are many more. None:
@@ -309,27 +352,36 @@ class GroupedExperts(nn.Module):
                 fp64.
         """
         weights = self._weights(added)
-        (e, D, _), device = weights.down.shape, weights.down.device
+        e, D, _ = weights.down.shape
+        device = weights.down.device
+
+        # The rows, in the dtype of outputs or in fp8.
         dtype = self.dtype if scales is None else FP8
         check_tensor("rows", rows_ND, (dtype,), ("N", D), device)
         check_tensor("expert_offsets", expert_offsets, (torch.int32,), (e + 1,), device)
         N = rows_ND.shape[0]
         if scales is not None:
-            wire = format_of_rows(
-                D, scales.shape[-1] if isinstance(scales, Tensor) and scales.dim() else 0
-            )
-            check_tensor(
-                "scales", scales, (wire.scale or torch.float32,), (N, D // wire.block), device
-            )
+            num_scales = 0
+            if isinstance(scales, Tensor) and scales.dim():
+                num_scales = scales.shape[-1]
+            wire = format_of_rows(D, num_scales)
+            shape = (N, D // wire.block)
+            check_tensor("scales", scales, (wire.scale or torch.float32,), shape, device)
+
+        # Where the rows of each expert lie, by which a GEMM is chosen.
+        tokens = None
         if tokens_per_expert is not None:
             check_tensor("tokens_per_expert", tokens_per_expert, (torch.int32,), (e,), device)
-        tokens = None if tokens_per_expert is None else tokens_per_expert.contiguous()
-        alignment_if_unknown = self.alignment if self._wanted == self.gemm else 1
-        if added is not None or not rows_ND.is_contiguous():  # kernels for few rows take neither
+            tokens = tokens_per_expert.contiguous()
+        if not alignment:
+            # Whoever has asked for a GEMM by name counts on its alignment.
+            alignment = self.alignment if self._wanted == self.gemm else 1
+        if added is not None or not rows_ND.is_contiguous():
+            # Kernels for few rows take neither, so they are not asked.
             rows_per_expert = None
-        segments = Segments(
-            expert_offsets.contiguous(), tokens, alignment or alignment_if_unknown, rows_per_expert
-        )
+        segments = Segments(expert_offsets.contiguous(), tokens, alignment, rows_per_expert)
+
+        # With gradients, if anything requires them.
         if torch.is_grad_enabled():
             refuse_tangents(rows_ND, row_weights)
             # Not `parameters()`: a parametrization, such as PEFT's, makes tensors that require grad
@@ -345,16 +397,19 @@ class GroupedExperts(nn.Module):
         return self._stage.serve(weights, rows_ND, scales, segments)
 
     def extra_repr(self) -> str:
-        e, D, f = plain_shape(self._weights(None).down)
-        given = FORMATS.get(self.w_down.dtype)
-        name = dtype_name(self.w_down.dtype) if given is None or given.packed == 1 else given.name
-        most_rows = ((each, self._stage.most_rows.get(each, math.inf)) for each in self.gemms)
-        few = "".join(
-            f", {each} up to {most:.3g} rows an expert"
-            for each, most in most_rows
-            if most < math.inf
-        )
-        return f"e={e}, D={D}, F={f}, {name}, gemm={self.gemm!r}{few}"
+        """What `repr` says of sizes, weights and GEMMs."""
+        e, D, F = plain_shape(self._weights(None).down)
+        weights = dtype_name(self.w_down.dtype)
+        quantized = FORMATS.get(self.w_down.dtype)
+        if quantized is not None and quantized.packed > 1:
+            weights = quantized.name
+        # GEMMs that take only calls of few rows.
+        few = ""
+        for name in self.gemms:
+            most = self._stage.most_rows.get(name, math.inf)
+            if most < math.inf:
+                few += f", {name} up to {most:.3g} rows an expert"
+        return f"e={e}, D={D}, F={F}, {weights}, gemm={self.gemm!r}{few}"
 
     def trained_gemm(self, rows_dtype: torch.dtype | None = None) -> str:
         """The name of the GEMM of calls with gradients, over rows of this dtype, by default the
@@ -369,6 +424,7 @@ class GroupedExperts(nn.Module):
                 f"{dtype_name(rows_dtype)} have no gradients: run under torch.inference_mode() or "
                 "torch.no_grad()"
             )
+        # Gradients have the order of sums of their own GEMM.
         trained = self._stage.trained
         if self._invariant and not GEMMS[trained].batch_invariant:
             raise RuntimeError(
@@ -390,20 +446,20 @@ class GroupedExperts(nn.Module):
 
     @property
     def gating(self) -> Gating:
-        """What the activation does: interleaved, limit (infinite for none), alpha and up_offset."""
-        return (
-            self.interleaved,
-            math.inf if self.limit is None else self.limit,
-            self.alpha,
-            self.up_offset,
-        )
+        """What the activation does."""
+        limit = math.inf if self.limit is None else self.limit
+        return Gating(self.interleaved, limit, self.alpha, self.up_offset)
 
     def _choose(self) -> None:
+        """Choose the GEMMs for the weights as they are now."""
         with torch.no_grad():
-            gate_up, down, *_ = self._weights(None)
-        self._stage = Stage.choose(self._wanted, gate_up, down, batch_invariant=self._invariant)
+            weights = self._weights(None)
+        self._stage = Stage.choose(
+            self._wanted, weights.gate_up, weights.down, batch_invariant=self._invariant
+        )
 
     def _weights(self, added: Added | None) -> Weights:
+        """This rank's weights, for one call."""
         over = self.averages_over
         return Weights(
             local_view(self.w_gate_up, over),
@@ -417,11 +473,16 @@ class GroupedExperts(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        quantized = [getattr(self, name) for name in _KEEP_DTYPE] if self.is_quantized else []
+        # Casts leave quantized weights alone, which move as integers.
+        quantized = list[Tensor]()
+        if self.is_quantized:
+            quantized = [getattr(self, name) for name in _KEEP_DTYPE]
 
         def apply(value: Tensor) -> Tensor:
-            kept = any(value is each for each in quantized)
-            return fn(bits_of(value)).view(value.dtype) if kept else fn(value)
+            keeps_dtype = any(value is one for one in quantized)
+            if keeps_dtype:
+                return fn(bits_of(value)).view(value.dtype)
+            return fn(value)
 
         super()._apply(apply, recurse)
         self._freeze_by_dtype()

@@ -23,7 +23,9 @@ from epmoe.native.named import named
 
 
 class OfEach(NamedTuple):
-    """Something of each of the first six inputs of `train_experts`, in their order."""
+    """Something of each of the first six inputs of `train_experts`, in their order: those that may
+    have gradients.
+    """
 
     rows: Any
     row_weights: Any
@@ -149,6 +151,10 @@ def experts_backward(
     return found
 
 
+# Inputs of `train_experts`, in the order of its arguments.
+_INPUTS = 13
+
+
 @named("epmoe::train_experts")
 def train_experts(
     rows: Tensor,
@@ -178,7 +184,8 @@ def train_experts(
 
 def zero_tail_(rows: Tensor, offsets: Tensor) -> Tensor:
     """Set rows [N, …] past the last segment to zero, in place."""
-    ops.zero_padding_rows_(rows if rows.dim() == 2 else rows[:, None], offsets[-1], len(rows))
+    matrix = rows if rows.dim() == 2 else rows[:, None]
+    ops.zero_padding_rows_(matrix, offsets[-1], len(rows))
     return rows
 
 
@@ -209,7 +216,8 @@ def train_experts_backward(
     needs: list[bool],
 ) -> list[Tensor]:
     """Gradients of the first six inputs of `train_experts`, [0] where `needs` does not ask for one.
-    `grad` [N, D] is that of outputs times `row_weights`.
+    `grad` [N, D] is that of outputs times `row_weights`. A tensor is None where nothing that is
+    asked for needs it.
     """
     kept = Kept(rows, gate_up, row_weights, w_gate_up, w_down, gate_up_bias, down_bias)
     segments = TrainedSegments(offsets, tokens, interleaved, limit, alpha, up_offset)
@@ -230,35 +238,47 @@ def _(
     w_down: Any,
     *rest: Any,
 ) -> Any:
-    offsets = rest[2]
-    needs = rest[-1]
-    e, (N, D), width = offsets.shape[0] - 1, grad.shape, gate_up.shape[1]
-    shapes = (N, D), (N,), (e, width, D), (e, D, width // 2), (e, width), (e, D)
-    dtypes = (grad.dtype, torch.float32, *(grad.dtype,) * 4)
-    of_each = zip(shapes, dtypes, needs, strict=True)
-    return [
-        grad.new_empty(shape, dtype=dtype) if needed else grad.new_empty(0)
-        for shape, dtype, needed in of_each
-    ]
+    _gate_up_bias, _down_bias, offsets, *_, needs = rest
+    e = offsets.shape[0] - 1
+    N, D = grad.shape
+    width = gate_up.shape[1]
+    shapes = OfEach(
+        rows=(N, D),
+        row_weights=(N,),
+        gate_up=(e, width, D),
+        down=(e, D, width // 2),
+        gate_up_bias=(e, width),
+        down_bias=(e, D),
+    )
+    grads = []
+    for name, shape, needed in zip(OfEach._fields, shapes, needs, strict=True):
+        if not needed:
+            grads.append(grad.new_empty(0))
+            continue
+        dtype = torch.float32 if name == "row_weights" else grad.dtype
+        grads.append(grad.new_empty(shape, dtype=dtype))
+    return grads
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    rows, row_weights, w_gate_up, w_down, gate_up_bias, down_bias, offsets, tokens, *ctx.rest = (
-        inputs
-    )
+    """Keep what the gradients that are asked for need, and nothing else."""
+    of_each = OfEach(*inputs[:6])
+    offsets, tokens, *ctx.rest = inputs[6:]
+    _out, gate_up = output
     needs = OfEach(*ctx.needs_input_grad[:6])
     ctx.needs = list(needs)
-    in_front = needs.rows or needs.row_weights or needs.gate_up or needs.gate_up_bias
-    ctx.mark_non_differentiable(output[1])
+    needs_in_front = needs.rows or needs.row_weights or needs.gate_up or needs.gate_up_bias
+    ctx.mark_non_differentiable(gate_up)
     ctx.set_materialize_grads(False)
+    # In the order of the arguments of `train_experts_backward`.
     ctx.save_for_backward(
-        rows if needs.gate_up else None,
-        output[1],
-        row_weights,
-        w_gate_up if needs.rows else None,
-        w_down if in_front else None,
-        gate_up_bias,
-        down_bias if needs.row_weights else None,
+        of_each.rows if needs.gate_up else None,
+        gate_up,
+        of_each.row_weights,
+        of_each.gate_up if needs.rows else None,
+        of_each.down if needs_in_front else None,
+        of_each.gate_up_bias,
+        of_each.down_bias if needs.row_weights else None,
         offsets,
         tokens,
     )
@@ -266,11 +286,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _gradients(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 13
-    by = train_experts_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.rest, ctx.needs)
-    return *(
-        gradient if needed else None for gradient, needed in zip(by, ctx.needs, strict=True)
-    ), *(None,) * 7
+        return (None,) * _INPUTS
+    found = train_experts_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.rest, ctx.needs)
+    grads: list[Tensor | None] = [None] * _INPUTS
+    for number, needed in enumerate(ctx.needs):
+        if needed:
+            grads[number] = found[number]
+    return tuple(grads)
 
 
 def _no_second_gradients(ctx: Any, *grads: Any) -> NoReturn:

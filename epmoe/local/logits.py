@@ -23,8 +23,8 @@ def router_logits(
     does not touch. `invariant`: those of a token, and its gradient, have the same bits in any
     batch.
     """
-    found: Tensor = _Logits.apply(x_TD, weight, bias, invariant)
-    return found
+    logits_TE: Tensor = _Logits.apply(x_TD, weight, bias, invariant)
+    return logits_TE
 
 
 def logits_forward(x_TD: Tensor, weight: Tensor, bias: Tensor | None, *, invariant: bool) -> Tensor:
@@ -88,7 +88,9 @@ class _Logits(torch.autograd.Function):
 
 @named("epmoe::invariant_product")
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, k] · weight [n, k]ᵀ, which may be transposed; rows have bits of their own."""
+    """x [T, k] · weight [n, k]ᵀ, which may be transposed. The bits of a row of the product depend
+    on that row of x only.
+    """
     if x.is_cuda:
         product: Tensor = ops.invariant_linear(x.contiguous(), weight.contiguous())
         return product

@@ -79,10 +79,13 @@ def permute(
         ValueError: an argument has another shape, value or device.
         RuntimeError: an argument requires grad in grad mode.
     """
+    # The rows, and the experts of each.
     check_tensor("x", x, (*FLOATS, torch.float8_e4m3fn), ("S", "D"))
     S, _ = x.shape
     check_tensor("ids", ids, INTS, (S, "K"), x.device)
     check_tensor("expert_map", expert_map, I32, ("P",), x.device)
+
+    # How segments lie, and which rows count.
     if alignment < 1:
         raise ValueError(f"`alignment` must be at least 1, got {alignment}")
     if num_local_experts < 0:
@@ -92,11 +95,13 @@ def permute(
         if counts_R.numel() == 0 or S % counts_R.numel():
             raise ValueError(f"`x` must hold {counts_R.numel()} slabs of equal size, got {S} slots")
     if max_rows is None:
+        # All pairs are of this rank, and all gaps as large as can be.
         max_rows = S * ids.shape[1] + num_local_experts * (alignment - 1)
     if not 0 <= max_rows < 2**31:
         raise ValueError(f"`max_rows` must be from 0 to 2147483647, got {max_rows}")
     check_forward_only(x)
-    rows, offsets, tokens, row_of_pair = ops.permute(
+
+    rows_ND, offsets, tokens, row_of_pair_SK = ops.permute(
         contiguous_rows(x),
         contiguous_rows(ids),
         expert_map.contiguous(),
@@ -106,4 +111,4 @@ def permute(
         max_rows,
         counters,
     )
-    return Permuted(rows, offsets, tokens, row_of_pair, counts_R)
+    return Permuted(rows_ND, offsets, tokens, row_of_pair_SK, counts_R)

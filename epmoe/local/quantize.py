@@ -55,6 +55,7 @@ def zero_padding_rows_(x: Tensor, num_tokens: int | Tensor) -> Tensor:
     """
     if not isinstance(x, Tensor) or x.dim() < 2:
         raise TypeError(f"`x` must be a tensor [..., D], got {describe(x)}")
+    # All leading dimensions count rows, which a view must be able to say.
     rows = x.view(-1, x.shape[-1])
     if rows.stride(1) != 1 and rows.shape[1] > 1:
         raise ValueError(f"`x` must have contiguous rows, got strides {x.stride()}")
@@ -97,17 +98,25 @@ def quantize_weights(weights: Tensor) -> Quantized:
     """fp8 values [n, k] of weights [n, k], and their scales fp32 [⌈n/128⌉, ⌈k/128⌉], one for each
     block of 128 × 128, by the rule of `quantize_fp8`. Values are finite.
     """
-    (n, k), (rows, columns), most = weights.shape, FP8_BLOCKS.block, torch.finfo(FP8).max
+    n, k = weights.shape
+    rows, columns = FP8_BLOCKS.block
+    most = torch.finfo(FP8).max
+
+    # Whole blocks: [blocks of rows, rows, blocks of columns, columns].
     padded = F.pad(weights.float(), (0, -k % columns, 0, -n % rows))
     blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+
+    # A scale for each, by its largest magnitude.
     largest = blocks.abs().amax((1, 3))
     scales = torch.where(largest > 0, (largest / most).clamp(min=2.0**-126), 1.0)
-    values = (blocks / scales[:, None, :, None]).flatten(2).flatten(0, 1)[:n, :k]
+
+    scaled = blocks / scales[:, None, :, None]
+    values = scaled.flatten(2).flatten(0, 1)[:n, :k]
     return Quantized(values.clamp(-most, most).to(FP8), scales)
 
 
 def dequantize_rows(rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows [N, D] in `dtype` of fp8 rows [N, D] and scales fp32 [N, B], of which each has D / B
+    """Dequantize fp8 rows [N, D] to `dtype`. Each of their scales, fp32 [N, B], belongs to D / B
     elements of a row.
     """
     blocks = rows.float().unflatten(1, (scales.shape[1], -1))

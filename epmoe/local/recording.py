@@ -54,23 +54,24 @@ def recording(module: nn.Module) -> Iterator[dict[str, list[Routes]]]:
         RuntimeError: in a backward pass through weights or logits of the first pass of a reentrant
             checkpoint, which has no gradients.
     """
-    layers: dict[str, Any] = {
-        name: each for name, each in module.named_modules() if hasattr(each, "recorders")
-    }
-    calls: dict[str, list[Routes]] = {name: [] for name in layers}
+    # The layers of epmoe, each with a recorder of its own.
     here = object()
-    recorders = {
-        name: partial(_record, calls[name], here, torch._C._current_graph_task_id())
-        for name in layers
-    }
+    task = torch._C._current_graph_task_id()
+    calls: dict[str, list[Routes]] = {}
+    recorded: list[tuple[Any, Callable[[Routes], object]]] = []
+    for name, part in module.named_modules():
+        if hasattr(part, "recorders"):
+            calls[name] = []
+            recorded.append((part, partial(_record, calls[name], here, task)))
+
     token = _open.set((*_open.get(), here))
-    for name, layer in layers.items():
-        layer.recorders.append(recorders[name])
+    for layer, recorder in recorded:
+        layer.recorders.append(recorder)
     try:
         yield calls
     finally:
-        for name, layer in layers.items():
-            layer.recorders.remove(recorders[name])
+        for layer, recorder in recorded:
+            layer.recorders.remove(recorder)
         _open.reset(token)
 
 
@@ -85,11 +86,18 @@ _open: ContextVar[tuple[object, ...]] = ContextVar("epmoe.recording", default=()
 
 
 def _record(calls: list[Routes], here: object, task: int, routes: Routes) -> None:
+    """Record a call of this thread, within the `recording` that is `here` and in the same pass of
+    autograd, `task`.
+    """
+    # A call of another thread, or one that a checkpoint makes again in a backward pass.
     compiles = torch.compiler.is_compiling()
     if not compiles and (here not in _open.get() or torch._C._current_graph_task_id() != task):
         return
+    # The first pass of a reentrant checkpoint has no gradients, which a loss could miss.
     if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled()) and _in_function():
-        logits = None if routes.logits is None else _without_gradients(routes.logits)
+        logits = routes.logits
+        if logits is not None:
+            logits = _without_gradients(logits)
         routes = routes._replace(weights=_without_gradients(routes.weights), logits=logits)
     calls.append(routes)
 
@@ -98,8 +106,11 @@ def _in_function() -> bool:
     """Whether the forward pass of an autograd.Function runs, such as the first pass of a reentrant
     checkpoint.
     """
-    frames = (frame for frame, _ in walk_stack(None) if frame.f_code.co_name == "forward")
-    return any(isinstance(frame.f_locals.get("ctx"), FunctionCtx) for frame in frames)
+    for frame, _ in walk_stack(None):
+        is_forward = frame.f_code.co_name == "forward"
+        if is_forward and isinstance(frame.f_locals.get("ctx"), FunctionCtx):
+            return True
+    return False
 
 
 def _without_gradients(value: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
 """Records of routes: ids of experts, token by token, as rollouts hand them to trainers.
 
-    recording(model) ─ pack_routes ─▶ [B, tokens, layers, K] ─ pad_routes ─▶ [B, length, layers, K]
-    ─ replay(model, …)
+    recording(model) ─ pack_routes ─▶ [B, tokens, layers, K]
+                                              │ pad_routes
+                                              ▼
+                                      [B, length, layers, K] ─▶ replay(model, …)
 
 Rollout engines and trainers carry the same: logical ids in a small integer dtype, ours in uint8
 where that suffices, else in int16. A token has no record where its K ids are not K experts: the
@@ -49,23 +51,27 @@ def pack_routes(
     Raises ValueError where layers have had other calls than one another, or calls no whole number
     of tokens for each sequence.
     """
+    # All layers have had the same calls, each of whole sequences.
     sizes = {name: [len(call.ids) for call in calls] for name, calls in record.items()}
-    of_layer, *others = {*map(tuple, sizes.values())} or {()}
-    if others or not of_layer or any(size % batch for size in of_layer):
+    of_layers = {tuple(of_layer) for of_layer in sizes.values()}
+    of_calls = of_layers.pop() if len(of_layers) == 1 else ()
+    if not of_calls or any(size % batch for size in of_calls):
         raise ValueError(
             f"`record` must have the same calls of each layer, of {batch} sequences each, got "
             f"{sizes}"
         )
-    layers = (
-        torch.cat([c.ids.view(batch, -1, c.ids.shape[1]) for c in calls], 1)
-        for calls in record.values()
-    )
-    ids = torch.stack(list(layers), 2)
-    dtype = (
-        torch.uint8
-        if num_experts < 256 or num_experts == 256 and ids.shape[-1] > 1
-        else torch.int16
-    )
+
+    # Calls behind one another, layers beside one another.
+    layers = []
+    for calls in record.values():
+        parts = [call.ids.view(batch, -1, call.ids.shape[1]) for call in calls]
+        layers.append(torch.cat(parts, 1))
+    ids = torch.stack(layers, 2)
+
+    # No record is 255 in uint8: no expert has this number, or no token has it K times.
+    top_k = ids.shape[-1]
+    fits_uint8 = num_experts < 256 or num_experts == 256 and top_k > 1
+    dtype = torch.uint8 if fits_uint8 else torch.int16
     return ids.masked_fill(_unrecorded(ids, num_experts), -1).to(dtype)
 
 
@@ -90,20 +96,22 @@ def pad_routes(
             another.
     """
     tensors = list(map(torch.as_tensor, records))
-    begins = [starts] * len(tensors) if isinstance(starts, int) else list(starts)
-    if not tensors or {each.dtype for each in tensors} - {tensors[0].dtype}:
-        raise TypeError(
-            "`records` must be tensors of one dtype, got "
-            f"{', '.join(map(describe, tensors)) or 'none'}"
-        )
-    padded = tensors[0].new_full(
-        (len(tensors), length, *tensors[0].shape[1:]), _no_record(tensors[0].dtype)
-    )
-    if len({each.shape[1:] for each in tensors}) > 1:
-        raise ValueError(
-            f"`records` must have the same layers and K, got {', '.join(map(describe, tensors))}"
-        )
-    for record, place, start in zip(tensors, padded, begins, strict=True):
+    if isinstance(starts, int):
+        starts = [starts] * len(tensors)
+
+    # They are alike.
+    if len({record.dtype for record in tensors}) != 1:
+        got = ", ".join(map(describe, tensors)) or "none"
+        raise TypeError(f"`records` must be tensors of one dtype, got {got}")
+    if len({record.shape[1:] for record in tensors}) > 1:
+        got = ", ".join(map(describe, tensors))
+        raise ValueError(f"`records` must have the same layers and K, got {got}")
+
+    # Each lies at its start, among positions without a record.
+    first = tensors[0]
+    shape = (len(tensors), length, *first.shape[1:])
+    padded = first.new_full(shape, _no_record(first.dtype))
+    for record, place, start in zip(tensors, padded, starts, strict=True):
         if not 0 <= start <= length - len(record):
             raise ValueError(
                 f"a record of {len(record)} tokens from {start} on must fit into {length} positions"
@@ -133,7 +141,9 @@ def with_own_choice(ids: Tensor, num_experts: int) -> Tensor:
 
 def _no_record(dtype: torch.dtype) -> int:
     """−1 in a dtype of records."""
-    return -1 if dtype.is_signed or dtype.is_floating_point else torch.iinfo(dtype).max
+    if dtype.is_signed or dtype.is_floating_point:
+        return -1
+    return torch.iinfo(dtype).max
 
 
 def _unrecorded(ids: Tensor, num_experts: int) -> Tensor:

@@ -35,7 +35,8 @@ def route_reference(
     T, E = logits.shape
     logits_TE = logits.double()
     scores_TE = logits_TE.softmax(-1) if scoring == "softmax" else logits_TE.sigmoid()
-    undefined_TE = ~scores_TE.isfinite()  # under softmax whole rows, under sigmoid single experts
+    # Under softmax whole rows, under sigmoid single experts.
+    undefined_TE = ~scores_TE.isfinite()
     scores_TE = scores_TE.masked_fill(undefined_TE, 0.0)
 
     # Both scoring functions are monotonic. Without a bias the exact logits therefore decide the
@@ -48,25 +49,28 @@ def route_reference(
 
     order_TE = _best_first(keys_TE)
     if num_expert_groups > 1:
-        best_TGs = (
-            keys_TE.view(T, num_expert_groups, E // num_expert_groups)
-            .sort(dim=-1, descending=True)
-            .values
-        )
+        # The value of a group: its best score, or the sum of several.
+        size = E // num_expert_groups
+        keys_TGs = keys_TE.view(T, num_expert_groups, size)
+        best_TGs = keys_TGs.sort(dim=-1, descending=True).values
         count = scores_per_group or (1 if bias is None else 2)
         group_TG = best_TGs[..., 0]
-        if count > 1:  # a sum of scores is an fp32 sum, like that of a score and its bias
+        if count > 1:
+            # A sum of scores is an fp32 sum, like that of a score and its bias.
             if bias is None:
                 best_TGs = scores_TE.view_as(best_TGs).sort(dim=-1, descending=True).values
             group_TG = best_TGs[..., :count].float().sum(-1).double()
         group_TG = group_TG.masked_fill(group_TG.isnan(), -torch.inf)
+
+        # The best groups.
         chosen_TG = torch.zeros_like(group_TG, dtype=torch.bool)
         chosen_TG.scatter_(1, _best_first(group_TG)[:, :top_groups], True)
-        out_TE = ~chosen_TG.repeat_interleave(E // num_expert_groups, dim=1)
+        out_TE = ~chosen_TG.repeat_interleave(size, dim=1)
         # A stable partition: experts of groups that were not chosen come last, also after experts
         # whose key is −Inf.
         order_TE = order_TE.gather(1, out_TE.gather(1, order_TE).sort(dim=-1, stable=True).indices)
 
+    # Weights are unbiased.
     ids_TK = order_TE[:, :top_k]
     weights_TK = scores_TE.gather(1, ids_TK)
     if renormalize:
@@ -74,9 +78,11 @@ def route_reference(
         weights_TK = weights_TK / total_T1.masked_fill(total_T1 == 0, 1.0)
     weights_TK = weights_TK * routed_scaling_factor
 
+    # Padding has no experts.
     if num_tokens is not None:
         real = min(max(int(num_tokens), 0), T)
-        ids_TK[real:], weights_TK[real:] = E, 0.0
+        ids_TK[real:] = E
+        weights_TK[real:] = 0.0
     return Routing(ids_TK.to(id_dtype), weights_TK)
 
 
@@ -95,22 +101,32 @@ def permute_reference(
     """
     S, K = ids_SK.shape
     P = expert_map_P.numel()
+
+    # The local expert of each pair, or −1.
     known_SK = (ids_SK >= 0) & (ids_SK < P)
     local_SK = expert_map_P.long()[ids_SK.long().where(known_SK, 0)].where(known_SK, -1)
     if counts_R is not None:
         slot = torch.arange(S, device=ids_SK.device) % (S // counts_R.numel())
         local_SK[slot >= counts_R.repeat_interleave(S // counts_R.numel())] = -1
 
-    local, pair = local_SK.flatten().sort(stable=True)  # expert-major, and within an expert by slot
-    local, pair = local[local >= 0], pair[local >= 0]
+    # Pairs by expert, and within an expert by slot.
+    local, pair = local_SK.flatten().sort(stable=True)
+    is_local = local >= 0
+    local = local[is_local]
+    pair = pair[is_local]
+
+    # Where each segment starts, with its gap and without, and so the row of each pair.
     tokens = torch.bincount(local, minlength=num_local_experts)
-    offsets = torch.nn.functional.pad(
-        ((tokens + alignment - 1) // alignment * alignment).cumsum(0), (1, 0)
-    )
+    with_gaps = (tokens + alignment - 1) // alignment * alignment
+    offsets = torch.nn.functional.pad(with_gaps.cumsum(0), (1, 0))
     first = torch.nn.functional.pad(tokens.cumsum(0), (1, 0))
     row = offsets[local] + torch.arange(local.numel(), device=local.device) - first[local]
     if max_rows is not None:
-        local, pair, row = (t[row < max_rows] for t in (local, pair, row))
+        # Pairs without room are dropped.
+        has_room = row < max_rows
+        local = local[has_room]
+        pair = pair[has_room]
+        row = row[has_room]
         tokens = torch.bincount(local, minlength=num_local_experts)
         offsets = offsets.clamp(max=max_rows)
 
@@ -168,6 +184,7 @@ def moe_reference(
     `experts` must know all other ids.
     """
     expert = experts if callable(experts) else swiglu_reference(*experts)
+    # One expert after another, for the pairs that count.
     y_TD = x_TD.new_zeros(x_TD.shape, dtype=torch.float64)
     weights_TK = weights_TK.double()
     live_TK = (ids_TK >= 0) & weights_TK.isfinite() & (weights_TK != 0)
@@ -175,9 +192,8 @@ def moe_reference(
         token, k = ((ids_TK == expert_id) & live_TK).nonzero(as_tuple=True)
         weight_n1 = weights_TK[token, k, None]
         if apply_router_weight_on_input:
-            rows_nD = expert(
-                (weight_n1.float() * x_TD[token].float()).to(x_TD.dtype).double(), expert_id
-            )
+            weighted_nD = (weight_n1.float() * x_TD[token].float()).to(x_TD.dtype)
+            rows_nD = expert(weighted_nD.double(), expert_id)
         else:
             rows_nD = weight_n1 * expert(x_TD[token].double(), expert_id)
         y_TD.index_add_(0, token, rows_nD.double())

@@ -88,6 +88,7 @@ def route(
         ValueError: an argument has another shape, value or device.
         RuntimeError: `logits` or `bias` requires grad in grad mode.
     """
+    # The scores, and how many experts a token has.
     check_tensor("logits", logits, FLOATS, ("T", "E"))
     T, E = logits.shape
     if not 1 <= E <= 4096:
@@ -100,23 +101,30 @@ def route(
         raise ValueError(f"`top_k` must be at most {MAX_TOP_K_ON_CUDA} on CUDA, got {top_k}")
     if scoring not in ("softmax", "sigmoid"):
         raise ValueError(f"`scoring` must be 'softmax' or 'sigmoid', got {scoring!r}")
+
+    # Groups of experts: only the best ones are open.
     if num_expert_groups < 1 or E % num_expert_groups:
         raise ValueError(
             f"`num_expert_groups` must divide the number of experts, {E}, got {num_expert_groups}"
         )
-    if not 1 <= top_groups <= num_expert_groups or top_groups * (E // num_expert_groups) < top_k:
+    group_size = E // num_expert_groups
+    if not 1 <= top_groups <= num_expert_groups or top_groups * group_size < top_k:
         raise ValueError(
             f"`top_groups` must be at most num_expert_groups = {num_expert_groups} and leave at "
             f"least top_k = {top_k} experts, got {top_groups}"
         )
-    group_size = E // num_expert_groups
     if scores_per_group is None:
-        scores_per_group = 1 if bias is None or group_size == 1 else 2
+        # DeepSeek-V3 rates a group by two biased scores, DeepSeek-V2 by its best one.
+        scores_per_group = 2
+        if bias is None or group_size == 1:
+            scores_per_group = 1
     elif not 1 <= scores_per_group <= group_size:
         raise ValueError(
             f"`scores_per_group` must be from 1 to the {group_size} experts of a group, got "
             f"{scores_per_group}"
         )
+
+    # What becomes of the weights.
     if not 0 <= renormalize_epsilon <= 1:
         raise ValueError(f"`renormalize_epsilon` must be from 0 to 1, got {renormalize_epsilon}")
     check_number("routed_scaling_factor", routed_scaling_factor)
@@ -125,8 +133,11 @@ def route(
     if bias is not None:
         check_tensor("bias", bias, FLOATS, (E,), logits.device)
         check_forward_only(bias)
-        bias = (bias if bias.dtype == torch.float32 else bias.float()).contiguous()
+        if bias.dtype != torch.float32:
+            bias = bias.float()
+        bias = bias.contiguous()
     check_forward_only(logits)
+
     scalar, rows = token_count(num_tokens, T, logits.device)
     ids, weights = ops.route(
         contiguous_rows(logits),

@@ -35,6 +35,7 @@ class SideStream:
         if start is None:
             self._result = work(x)
             return
+        # One stream for each device, which threads may make at the same time.
         device = x.get_device()
         stream = _streams.get(device) or _streams.setdefault(device, own_stream(x.device))
         stream.wait_event(start)
@@ -48,6 +49,7 @@ class SideStream:
         if self._end is not None:
             stream = torch.cuda.current_stream(self._result.device)
             stream.wait_event(self._end)
+            # The next round may be on another stream.
             if not torch.cuda.is_current_stream_capturing():
-                self._result.record_stream(stream)  # the next round may be on another stream
+                self._result.record_stream(stream)
         return self._result

@@ -17,10 +17,11 @@ from epmoe.local.route import Routing
 
 Kind = Literal["uniform", "zipf", "normal", "group_limited", "hot_rank", "drift", "adversarial"]
 
+# How steeply popularity falls.
 _ZIPF_EXPONENT = 1.2
 # The E experts span this many standard deviations to either side of the middle expert.
 _NORMAL_SIGMAS = 4.0
-# more than the range of the noise: hot experts come first, others only where K exceeds their number
+# More than the range of the noise: hot experts come first, others only where K exceeds these.
 _HOT = 60.0
 
 
@@ -61,6 +62,7 @@ def simulate_logits(
         raise ValueError(
             f"`num_tokens`, `num_experts` must be ≥ 0, ≥ 1, got {num_tokens}, {num_experts}"
         )
+    # Gumbel noise, to which the kind adds log weights.
     generator = torch.Generator().manual_seed(seed)
     noise_TE = torch.rand(num_tokens, num_experts, generator=generator, dtype=torch.float64)
     logits_TE = -torch.log(-torch.log(noise_TE.clamp(1e-15, 1 - 1e-15)))
@@ -75,12 +77,12 @@ def simulate_logits(
                 f"`top_groups`, got {num_expert_groups} and {top_groups}"
             )
         order_TG = torch.rand(num_tokens, num_expert_groups, generator=generator).argsort(dim=1)
-        closed_TE = (order_TG >= top_groups).repeat_interleave(
-            num_experts // num_expert_groups, dim=1
-        )
+        closed_TG = order_TG >= top_groups
+        closed_TE = closed_TG.repeat_interleave(num_experts // num_expert_groups, dim=1)
         logits_TE[closed_TE] = -torch.inf
     elif kind == "hot_rank":
-        logits_TE[:, Placement.build(num_experts, ep_size).local_experts(hot_rank)] += _HOT
+        hot = Placement.build(num_experts, ep_size).local_experts(hot_rank)
+        logits_TE[:, hot] += _HOT
     elif kind == "drift":
         logits_TE -= _ZIPF_EXPONENT * torch.log1p(_drifting_order(num_experts, seed, step))
     elif kind == "adversarial":
@@ -114,13 +116,15 @@ def simulate_routing(
     logits_TE = simulate_logits(
         clean, num_tokens, num_experts, seed=seed, dtype=torch.float64, **options
     )
+    # Experts of closed groups are −Inf, and no token may have one.
     reachable = min([num_experts, *logits_TE.isfinite().sum(1).tolist()])
     if not 1 <= top_k <= reachable:
         raise ValueError(
             f"`top_k` must be 1 to {reachable}, as a token reaches no more, got {top_k}"
         )
     ids_TK = logits_TE.topk(top_k, dim=1).indices
-    generator = torch.Generator().manual_seed(seed + 2**32)  # independent of the logits' numbers
+    # Weights are independent of the logits' numbers.
+    generator = torch.Generator().manual_seed(seed + 2**32)
     weights_TK = torch.randn(num_tokens, top_k, generator=generator).softmax(dim=1)
     if kind == "adversarial":
         _spoil_routing(ids_TK, weights_TK, num_experts, id_dtype, generator)
@@ -132,16 +136,17 @@ def _drifting_order(num_experts: int, seed: int, step: float) -> torch.Tensor:
     are mixed.
     """
     whole = math.floor(step)
-    generators = (
-        torch.Generator().manual_seed(1_000_003 * (seed + 1) + n) for n in (whole, whole + 1)
-    )
-    before, after = (
-        torch.log1p(torch.randperm(num_experts, generator=g).double()) for g in generators
-    )
-    return torch.lerp(before, after, step - whole).argsort().argsort()
+
+    def log_positions(at_step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) + at_step)
+        return torch.log1p(torch.randperm(num_experts, generator=generator).double())
+
+    mixed = torch.lerp(log_positions(whole), log_positions(whole + 1), step - whole)
+    return mixed.argsort().argsort()
 
 
 def _spoil_logits(logits_TE: torch.Tensor, generator: torch.Generator) -> None:
+    """Write what is no logit into half of the rows, in place."""
     tokens, experts = logits_TE.shape
     bad = torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38, -3e38, 0.0], dtype=logits_TE.dtype)
     value_T1 = bad[torch.randint(len(bad), (tokens, 1), generator=generator)]
@@ -159,6 +164,7 @@ def _spoil_routing(
     id_dtype: torch.dtype,
     generator: torch.Generator,
 ) -> None:
+    """Write what is no id and no weight into pairs of half of the rows, in place."""
     shape = ids_TK.shape
     limits = torch.iinfo(id_dtype)
     bad_ids = [-1, experts, experts + 1, -2, limits.min, limits.max]

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from epmoe.native.arguments import FP8, MXFP4
 
+# The values of e2m1 by their three bits behind the sign.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,7 @@ def bits_of(values: Tensor) -> Tensor:
     """The same memory as integers, which torch indexes, joins and leaves alone in casts, whatever
     the dtype is.
     """
-    return values.view(
-        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]
-    )
+    return values.view(_INTEGERS[values.itemsize])
 
 
 def take_rows(values: Tensor, rows: Sequence[int]) -> Tensor:
@@ -57,13 +57,17 @@ def take_rows(values: Tensor, rows: Sequence[int]) -> Tensor:
 def plain_shape(weights: Tensor) -> tuple[int, ...]:
     """The shape of weights [e, n, k] in numbers."""
     *shape, k = weights.shape
-    given = FORMATS.get(weights.dtype)
-    return *shape, k * given.packed if given else k
+    quantized = FORMATS.get(weights.dtype)
+    if quantized is not None:
+        k *= quantized.packed
+    return *shape, k
 
 
 def product_dtype(weights: Tensor) -> torch.dtype:
     """The dtype of products with these weights."""
-    return torch.bfloat16 if weights.dtype in FORMATS else weights.dtype
+    if weights.dtype in FORMATS:
+        return torch.bfloat16
+    return weights.dtype
 
 
 def granularity(scales: Sequence[int], n: int, k: int) -> tuple[int, int] | None:
@@ -71,10 +75,14 @@ def granularity(scales: Sequence[int], n: int, k: int) -> tuple[int, int] | None
     scales: of blocks, a whole weight, rows or groups. None: no such shape.
     """
     shape = list(scales)
-    for known in (FP8_BLOCKS.block, (n, k), (1, k), MXFP4_GROUPS.block):
-        parts = [-(-size // shared) for size, shared in zip((n, k), known, strict=True)]
-        if shape == parts or shape == parts[:1] and parts[1] == 1 or not shape and parts == [1, 1]:
-            return known
+    for block in (FP8_BLOCKS.block, (n, k), (1, k), MXFP4_GROUPS.block):
+        rows, columns = block
+        parts = [-(-n // rows), -(-k // columns)]
+        # Checkpoints leave out dimensions of 1: of a scale for each row, and of one for all.
+        is_by_row = shape == parts[:1] and parts[1] == 1
+        is_for_all = not shape and parts == [1, 1]
+        if shape == parts or is_by_row or is_for_all:
+            return block
     return None
 
 
@@ -85,6 +93,7 @@ def codes_of(weight: Tensor) -> Tensor:
     if weight.dtype != MXFP4:
         return weight.float()
     table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=weight.device)
+    # A byte has two codes, and each names a value.
     pairs = weight.view(torch.uint8)
     return table[torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2).int()]
 
@@ -96,6 +105,7 @@ def dequantize_weights(weights: Tensor, scales: Tensor, dtype: torch.dtype) -> T
     codes = codes_of(weights)
     *before, n, k = codes.shape
     rows, columns = granularity(scales.shape[len(before) :], n, k) or (n, k)
+    # The scale of each part for each of its rows, then for each of its columns.
     of_parts = _plain_scales(scales).reshape(*before, -(-n // rows), -(-k // columns))
     of_rows = of_parts.repeat_interleave(rows, -2)[..., :n, :]
     return (codes * of_rows.repeat_interleave(columns, -1)[..., :k]).to(dtype)

@@ -22,15 +22,14 @@ from epmoe.exchange.call import Call
 from epmoe.exchange.exchange import Exchange, takes_turn
 from epmoe.exchange.handles import Dispatched, Layout, Sent
 from epmoe.exchange.health import COUNTERS, Health, raise_incomplete
-from epmoe.exchange.mismatch import Differences
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.outputs import refuse_layout, y_of
 from epmoe.exchange.round_state import SENT
 from epmoe.exchange.templates import Templates
 from epmoe.group.errors import EPAbortedError, EPMismatchError, EPOverflowError, EPTimeoutError
 from epmoe.rail.memory import RailMemory
-from epmoe.rail.network import Network, Tags
-from epmoe.rail.slabs import Slabs
+from epmoe.rail.network import Network
+from epmoe.rail.slabs import Mismatch, Slabs
 
 # Counted at the source, before rows leave for other nodes; a node that counts them again does not
 # count.
@@ -53,6 +52,7 @@ class HierarchicalExchange(Exchange):
         self.node = node
         self.memory = memory
         self.network = network
+        # What the interface offers is the node's, or the network's.
         self.plan = node.plan
         self.device = node.device
         self.views = network.views
@@ -77,7 +77,10 @@ class HierarchicalExchange(Exchange):
         self.check()
         epoch = self.rounds.next_epoch()
         template, T = self.templates.of(call)
+        # Slabs of rounds that this rank has aborted may still be on their way.
         self.network.wait_for_pending()
+
+        # Open the round.
         if template.shape.extra is not None:
             call = self.templates.with_extra(call, template.shape.extra)
         operands = call.operands(T, self.device)
@@ -100,30 +103,26 @@ class HierarchicalExchange(Exchange):
         self.check()
         self.rounds.permit(sent, "dispatch_recv", "sent")
         slabs = self.slabs
-        node = self.node
-        self.network.start(slabs.out)  # a signal handler may have kept it from its start
+
+        # The slabs of the other nodes. A signal handler may have kept the transfer from its start.
+        self.network.start(slabs.out)
         self.network.wait(slabs.last)
-        differing, tags, differences = slabs.differing()
+        mismatch = slabs.mismatch()
+
+        # Their rows go on to the experts, in a round of this node.
         try:
-            opened = node.rounds.handle
-            if isinstance(opened, Sent) and node.rounds.state == SENT:  # after a Ctrl-C
-                slabs.inside = node.dispatch_recv(opened)
-            else:  # the other ranks of the node notice a mismatch
-                rows = slabs.rows()
-                extra = slabs.shape.extra
-                if differing:
-                    rows = slabs.smallest_rows()
-                    extra = None
-                slabs.inside = node.dispatch(slabs.inside_call(rows, extra))
+            slabs.inside = self._dispatch_inside(slabs, tells_mismatch=bool(mismatch.ranks))
         except EPMismatchError as error:
-            ranks = differing or self.memory.of_node(error.differing_ranks)
-            tags = tags or self.network.tags_of_group(error.tags)
-            self._mismatch(ranks, differing, tags, differences)
+            ranks = mismatch.ranks or self.memory.of_node(error.differing_ranks)
+            tags = mismatch.tags or self.network.tags_of_group(error.tags)
+            self._raise_mismatch(ranks, mismatch._replace(tags=tags))
         except EPTimeoutError:
+            # The rail may know more of it.
             self.check()
             raise
-        if differing:
-            self._mismatch(differing, differing, tags, differences)
+        if mismatch.ranks:
+            self._raise_mismatch(mismatch.ranks, mismatch)
+
         self.rounds.advance()
         dispatched = self.rounds.receive(sent)
         self.check_open(dispatched)
@@ -135,7 +134,8 @@ class HierarchicalExchange(Exchange):
     ) -> Tensor:
         """With layout="rank" the rows are G slabs, each of N·S rows."""
         self.check_open(dispatched)
-        self.rounds.permit(dispatched, "combine" if layout == "expert" else "combine_partial")
+        call = "combine" if layout == "expert" else "combine_partial"
+        self.rounds.permit(dispatched, call)
         if dispatched.layout != layout:
             refuse_layout(dispatched)
         self._send_back(rows, dispatched, out)
@@ -162,9 +162,11 @@ class HierarchicalExchange(Exchange):
         slabs = self.slabs
         try:
             if self.rounds.state == SENT:
-                self.network.start(slabs.out)  # an exception may have come first
+                # The other nodes wait for the slabs; an exception may have come before their start.
+                self.network.start(slabs.out)
                 if not slabs.returning:
                     self.network.pending.append(slabs.last)
+                # The ranks of this node wait for its dispatch.
                 if self.node.rounds.count < slabs.inside_epoch:
                     self.node.dispatch_send(slabs.inside_call(slabs.no_rows(), slabs.shape.extra))
             self.node.abort(None)
@@ -182,19 +184,24 @@ class HierarchicalExchange(Exchange):
         self.network.check()
 
     def check_rounds(self) -> None:
+        # Rows that found no room, on the way to another node or on a rank of this one.
         needed = self._take_needed()
         overflow = self.node.take_overflow()
         if needed:
             overflow = EPOverflowError(
                 needed, self.slabs.slab_rows, "rows for one node", self.slabs.limit
             )
+        if not self._raises_overflow:
+            overflow = None
+
+        # Ranks that have aborted the round, on any node.
         mask, _ = self.node.take_aborted()
         ranks = sorted({*self._aborted, *self.memory.of_mask(mask)})
         self._aborted = []
-        raise_incomplete(
-            overflow if self._raises_overflow else None,
-            EPAbortedError(self.rounds.count, ranks) if ranks and self._raises_abort else None,
-        )
+        aborted = None
+        if ranks and self._raises_abort:
+            aborted = EPAbortedError(self.rounds.count, ranks)
+        raise_incomplete(overflow, aborted)
 
     @property
     def failed(self) -> bool:
@@ -225,7 +232,8 @@ class HierarchicalExchange(Exchange):
         health = self.node.health(wait)
         peek = self.network.peek
         counted = dict(zip(COUNTERS, peek("rail.total.counters"), strict=True))
-        own = {name: counted[name] for name in _AT_SOURCE}
+
+        # Counts by rank of the group: those of this rail, and of the ranks of this node.
         G = self.memory.ranks_per_node
         R = len(self.global_ranks)
         sent = [0] * R
@@ -236,65 +244,96 @@ class HierarchicalExchange(Exchange):
         sent[here] = health.rows_sent
         waited[here] = health.waited_s
         aborted[here] = health.aborted_rounds
-        own["timeouts"] = max(health.timeouts, self.network.failure is not None)
+
+        # Numbers that the rail counts, alone or beside the node.
+        numbers = {name: counted[name] for name in _AT_SOURCE}
+        numbers["timeouts"] = max(health.timeouts, self.network.failure is not None)
         for name in ("dropped_pairs", "clamped_num_tokens"):
-            own[name] = getattr(health, name) + counted[name]
+            numbers[name] = getattr(health, name) + counted[name]
         return dataclasses.replace(
-            health, rows_sent=sent, waited_s=waited, aborted_rounds=aborted, **own
+            health, rows_sent=sent, waited_s=waited, aborted_rounds=aborted, **numbers
         )
 
     def release(self) -> None:
         self.node.thread = self.thread
-        self.node.release(self.network.close)  # whose thread may be telling the node of a failure
-        vars(self).pop("slabs", None)  # whose transfers keep connections open
+        # The rail's thread may be telling the node of a failure, so the node ends it.
+        self.node.release(self.network.close)
+        # Transfers of slabs keep connections open.
+        vars(self).pop("slabs", None)
+
+    def _dispatch_inside(self, slabs: Slabs, *, tells_mismatch: bool) -> Dispatched:
+        """The node's round of dispatch, with the rows of all slabs. `tells_mismatch`: it has a
+        shape that the other ranks of the node notice.
+        """
+        node = self.node
+        # A Ctrl-C has ended the wait of an earlier call.
+        opened = node.rounds.handle
+        if isinstance(opened, Sent) and node.rounds.state == SENT:
+            return node.dispatch_recv(opened)
+        if tells_mismatch:
+            call = slabs.inside_call(slabs.smallest_rows(), None)
+        else:
+            call = slabs.inside_call(slabs.rows(), slabs.shape.extra)
+        return node.dispatch(call)
 
     def _send_back(self, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> None:
+        """The phase of combine inside of the node that sends rows back to its ranks."""
         y = y_of(dispatched, out, self.device)
         self.node.combine_send(rows, self.slabs.inside)
         self.rounds.y = y
         self.rounds.advance()
 
     def _sum(self, dispatched: Dispatched) -> Tensor:
+        """The rest of combine: partial rows go to the nodes of their tokens, and are summed there.
+        Returns y, and raises what `poll` does.
+        """
         slabs = self.slabs
         y = self.rounds.y
         assert y is not None
-        if not slabs.returning:  # otherwise a Ctrl-C has ended the wait below
+
+        # This node's sums of rows, unless a Ctrl-C has ended the wait below in an earlier call.
+        if not slabs.returning:
             try:
                 partial_rows = self.node.combine_recv(slabs.inside)
             except (EPMismatchError, EPTimeoutError):
+                # The rail may know more of it.
                 self.check()
                 raise
             self.network.start(slabs.back(partial_rows, self._take_aborted()))
+
+        # Those of the other nodes, and what their ranks report.
         self.network.wait(slabs.last)
-        elsewhere, differing = slabs.reports()
-        if differing:
+        reports = slabs.reports()
+        if reports.differing:
             self.rounds.close()
-            raise EPMismatchError(dispatched.epoch, differing, False)
+            raise EPMismatchError(dispatched.epoch, reports.differing, False)
+
         slabs.sum(y, self.network.failed_words)
-        for rank in elsewhere:
+        for rank in reports.aborted:
             self._aborted_rounds[rank] += 1
-        self._aborted = sorted({*self._aborted, *elsewhere})
+        self._aborted = sorted({*self._aborted, *reports.aborted})
         self.rounds.close()
         self.poll()
         return y
 
-    def _mismatch(
-        self, ranks: list[int], on_rail: list[int], tags: Tags, differences: Differences
-    ) -> NoReturn:
-        """Close the round, and raise EPMismatchError for these ranks, of which `on_rail` are on
-        this rail.
+    def _raise_mismatch(self, ranks: list[int], found: Mismatch) -> NoReturn:
+        """Close the round, and raise EPMismatchError for these ranks. `found` is what the slabs say
+        of it, with the tags that the error has.
 
         The node is told by a call of another shape, so its other ranks do not learn what differs.
         On CPUs the rail's way back is as in any round: ranks that do not know of the mismatch have
         begun theirs.
         """
         epoch = self.rounds.count
+        on_cpu = self.device.type == "cpu"
         self.network.note_mismatch(ranks[0])
         self.node.abort(None)
-        if self.device.type == "cpu":
-            self._send_nothing_back(self.slabs, 0, ranks[0] + 1, on_rail)
+        if on_cpu:
+            self._send_nothing_back(self.slabs, 0, ranks[0] + 1, found.ranks)
         self.rounds.close()
-        raise EPMismatchError(epoch, ranks, self.device.type == "cuda", tags, differences)
+        raise EPMismatchError(
+            epoch, ranks, latched=not on_cpu, tags=found.tags, differences=found.differences
+        )
 
     def _send_nothing_back(
         self, slabs: Slabs, aborted: int, mismatch: int, differing: list[int]
@@ -308,6 +347,7 @@ class HierarchicalExchange(Exchange):
         self.network.pending.append(slabs.last)
 
     def _take_needed(self) -> int:
+        """Rows that a slab should have had since the last call, or 0."""
         needed = int(self.views["rail.total.needed"])
         self.views["rail.total.needed"][0] = 0
         return needed

@@ -39,7 +39,9 @@ def connect_within(timeout_s: float | None) -> timedelta:
     """How long ranks may take to reach one another, if what they are part of has a deadline: half
     of it, so that a rank that fails can still report it in time.
     """
-    return _CONNECT if timeout_s is None else min(_CONNECT, timedelta(seconds=timeout_s / 2))
+    if timeout_s is None:
+        return _CONNECT
+    return min(_CONNECT, timedelta(seconds=timeout_s / 2))
 
 
 class GlooRail:
@@ -67,8 +69,9 @@ class GlooRail:
     def start(self, transfer: Transfer) -> None:
         if self._ended:
             raise RailError("the rail is closed")
+        # `dist.all_to_all_single` takes no deadline.
         timeout_s = self._deadlines.wait_s(returning=transfer.returning)
-        options = AllToAllOptions()  # `dist.all_to_all_single` takes no deadline
+        options = AllToAllOptions()
         options.timeout = timedelta(seconds=timeout_s + NETWORK_SLACK_S)
         options.asyncOp = True
         arguments = (
@@ -78,6 +81,7 @@ class GlooRail:
             transfer.sent_rows,
             options,
         )
+        # For `close`, which must not end the group under a transfer.
         self._under_way = [*filter(_is_under_way, self._under_way), transfer]
         try:
             # Both in one call of C, so that no signal handler comes between the start and its
@@ -88,11 +92,13 @@ class GlooRail:
 
     def wait(self, transfer: Transfer, look: Callable[[], None]) -> None:
         """It polls, so that signal handlers of Python run."""
+        # It sleeps for longer and longer between two looks.
         (work,) = transfer.started
         deadline = time.monotonic() + self._deadlines.wait_s(returning=transfer.returning)
         polls = 0
         sleep_s = _SLEEP_S
         while not work.is_completed():
+            # A transfer is short, so the first looks come without a pause.
             polls += 1
             if polls < _SPINS:
                 time.sleep(0)
@@ -122,10 +128,12 @@ class GlooRail:
         it lives on.
         """
         self._ended = True
+        # One reference too many: the group lives until the process ends.
         if any(map(_is_under_way, self._under_way)):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))  # until the process ends
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
         self._under_way.clear()
-        vars(self).pop("_group", None)  # a signal handler may have ended an earlier call
+        # It is gone already where a signal handler has ended an earlier call.
+        vars(self).pop("_group", None)
 
 
 def _is_under_way(transfer: Transfer) -> bool:

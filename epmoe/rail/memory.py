@@ -5,6 +5,7 @@ a call.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,19 @@ _TABLES = (
 written_by_replays: list[Tensor] = []
 
 
+class FailedWords(NamedTuple):
+    """Words of a GPU that make the sums of a round zeros, or None on CPUs, where the host knows of
+    a failure.
+    """
+
+    missed: Tensor | None
+    """int64 [G], not 0 where a rank of this node misses one of another node"""
+    latched: Tensor | None
+    """int32 [1], not 0 once the node's exchange has failed"""
+    noticed: Tensor | None
+    """int64 [1] on the host, by which it learns that sums are zeros"""
+
+
 class RailMemory:
     """The part of a memory plan that the network uses, and how it is divided. All buffers begin as
     zeros.
@@ -44,27 +58,33 @@ class RailMemory:
         device: torch.device,
         rail: Rail,
     ) -> None:
+        # The buffers of the plan, in memory that the network can reach.
         memory = rail.allocate(plan.rail_bytes)
         self.device = device
-        self.views = {
-            buffer.name: buffer.view(memory) for buffer in plan.buffers if buffer.region == "rail"
-        }
+        of_rail = [buffer for buffer in plan.buffers if buffer.region == "rail"]
+        self.views = {buffer.name: buffer.view(memory) for buffer in of_rail}
         # Words of the host, which the kernels write.
         if device.type == "cuda":
             needed = torch.zeros(1, dtype=torch.int32).pin_memory()
             noticed = torch.zeros(1, dtype=torch.int64).pin_memory()
             self.views |= {"rail.total.needed": needed, "rail.noticed": noticed}
             written_by_replays.extend((needed, noticed))
+
+        # The nodes, and this rank among them.
         self.ranks_per_node = config.topology.ranks_here
         nodes = range(config.topology.num_nodes)
         self.node, self.local = divmod(rank, self.ranks_per_node)
         self.others = [node for node in nodes if node != self.node]
+
+        # Rows as they travel.
         self.rows_per_node = config.rows_per_node
         self.payload = WIRE_FORMATS[config.exchange.payload]
         combine = WIRE_FORMATS[config.exchange.combine_payload]
         self.largest_block = max(self.payload.block, combine.block)
         self.may_have_extra = config.capacity.extra_bytes > 0
         self.slot = RailSlot.of(config)
+
+        # Where experts are, for the kernels.
         self.tables = [self.views[name] for name in _TABLES]
         values = (
             placement.copies_table(),
@@ -73,6 +93,8 @@ class RailMemory:
         )
         for table, of_placement in zip(self.tables, values, strict=True):
             table.copy_(of_placement)
+
+        # What the operators of the rail take: a `RailDescriptor`, and behind it a `RailSlot`.
         E, copies = self.tables[0].shape
         of_rank = {
             "E": E,
@@ -80,14 +102,15 @@ class RailMemory:
             "rank": rank,
             "node": self.node,
             "num_nodes": len(nodes),
+            "format": self.payload.number,
         }
-        fields = words("RailDescriptor", of_rank | {"format": self.payload.number})
-        self.descriptor = torch.tensor(
-            [*fields, *words("RailSlot", self.slot._asdict())], device="cpu"
-        )
+        fields = words("RailDescriptor", of_rank)
+        fields += words("RailSlot", self.slot._asdict())
+        self.descriptor = torch.tensor(fields, device="cpu")
 
     @property
     def num_nodes(self) -> int:
+        """N"""
         return len(self.others) + 1
 
     def of_rail(self, node: int) -> int:

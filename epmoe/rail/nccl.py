@@ -68,22 +68,30 @@ class NcclRail:
         self._roll_call = roll_call
         self._deadlines = deadlines
         self._device = device
-        self._others = [int(one != rank) for one in ranks]
+        self._others = [int(other != rank) for other in ranks]
         self._group = nccl_group(f"{roll_call.name}/rail/{ranks[0]}", ranks.index(rank), len(ranks))
         self._stream = own_stream(device, HIGH)
+
+        # Counts of transfers, on the GPU and as the host sees them: see `words_of`.
         counts = torch.zeros(4, dtype=torch.int64, device=device)
         # `_meet` runs on another thread, which may not know the current stream.
         self._stream.wait_stream(torch.cuda.current_stream(device))
         self._shown = shown = torch.zeros(7, dtype=torch.int64).pin_memory()
         written_by_replays.extend((counts, shown))
         self._counts, self._told = words_of(shown)
-        # The words that `rail_mark` counts and shows: started, ended.
+        # The words that `rail_mark` counts and shows: of transfers out, then back, the one that
+        # starts and the one that ends.
         marks = list(zip(counts.split(1), shown[:4].split(1), strict=True))
-        self._marks, self._stop = (marks[:2], marks[2:]), shown[4:]  # out, back
+        self._marks = (marks[:2], marks[2:])
+        self._stop = shown[4:]
         self._latched: Tensor | None = None
+
+        # The threads that watch transfers, and that end NCCL.
         self._closed = Event()
         self._watching: Thread | None = None
         self._ending: Thread | None = None
+
+        # Connect now: no captured transfer can wait for it.
         try:
             if not interruptible(self._meet, connect.total_seconds()):
                 raise RuntimeError(
@@ -108,10 +116,15 @@ class NcclRail:
         if self._told.cut or self._ending is not None:
             raise RailError("the rail is closed")
         begin, end = self._marks[transfer.returning]
-        failed = (None, None) if self._latched is None else (self._latched, self._stop)
+        # Once this rank has failed, its partial rows become zeros.
+        failed: tuple[Tensor | None, Tensor | None] = (None, None)
+        if self._latched is not None:
+            failed = (self._latched, self._stop)
         partial_rows = transfer.sent if transfer.returning else None
+
+        # On the current stream, without a `Work`.
         options = AllToAllOptions()
-        options.asyncOp = False  # on the current stream, without a `Work`
+        options.asyncOp = False
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             ops.rail_mark(*begin, *failed, False, partial_rows, sum(self._others))
@@ -156,8 +169,9 @@ class NcclRail:
     def close(self) -> None:
         """Where no transfer is under way, NCCL first delivers what this rank has sent."""
         self._closed.set()
+        # The thread may be recording a failure.
         if self._watching is not None:
-            self._watching.join(3 * _END_S)  # it may be recording a failure
+            self._watching.join(3 * _END_S)
         if not self._idle or self._told.wanted:
             self.abort()
         self._end(self._group.shutdown, self._group.abort)
@@ -175,7 +189,8 @@ class NcclRail:
         """
         try:
             until = time.monotonic() + _END_S
-            with suppress(RuntimeError):  # where no thread can start
+            # RuntimeError: no thread can start any more.
+            with suppress(RuntimeError):
                 if self._ending is None:
                     ending = Thread(
                         target=_first_that_works, args=calls, daemon=True, name="epmoe-rail-end"
@@ -189,8 +204,9 @@ class NcclRail:
 
 
 def _first_that_works(*calls: Callable[[], None]) -> None:
+    """Call until one raises nothing: a GPU may have failed."""
     for call in calls:
-        with suppress(RuntimeError):  # of a GPU that has failed
+        with suppress(RuntimeError):
             return call()
 
 
@@ -221,21 +237,25 @@ def _watch(
     alive.
     """
     counts, told = words_of(shown)
+    # Of transfers out, and of those back: the counts at the last look, and since when they are so.
     seen = [[0, 0], [0, 0]]
     since = [0.0, 0.0]
     while not closed.wait(_LOOK_S):
         now = time.monotonic()
-        late = bool(told.wanted)
+        is_late = bool(told.wanted)
         for back in (False, True):
-            started, ended = way = counts[2 * back : 2 * back + 2]
-            if way != seen[back]:
-                seen[back] = way
+            started, ended = counts_now = counts[2 * back : 2 * back + 2]
+            if counts_now != seen[back]:
+                seen[back] = counts_now
                 since[back] = now
             elif started != ended:
-                late |= now - since[back] > deadlines.wait_s(returning=back, first=not counts[3])
+                # Until the first transfer back has ended, this is the first round.
+                deadline_s = deadlines.wait_s(returning=back, first=not counts[3])
+                is_late |= now - since[back] > deadline_s
+        # Held for as short as possible: the exchange must be able to go.
         call = on_late()
         if call is None:
             return
-        if late:
+        if is_late:
             return call()
         del call

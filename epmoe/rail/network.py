@@ -11,14 +11,13 @@ from threading import RLock
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor
 
 from epmoe.config.deadlines import Deadlines
 from epmoe.exchange.health import STAGES
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import DISPATCHED, RETURNING, RoundState
 from epmoe.group.errors import EPMismatchError, EPTimeoutError
-from epmoe.rail.memory import RailMemory
+from epmoe.rail.memory import FailedWords, RailMemory
 from epmoe.rail.rail import Rail, RailError, Transfer
 
 Tags = tuple[int, int, int] | None
@@ -58,8 +57,11 @@ class Network:
         self.rank = self.memory.of_rail(self.memory.node)
         self.views = self.node.views | self.memory.views
         self.failure: Failure | None = None
-        self.recording = RLock()  # held while a failure is recorded, until the node knows
-        self.pending: list[Transfer] = []  # of aborted rounds, which must end before the next round
+        # Held while a failure is recorded, until the node knows.
+        self.recording = RLock()
+        # Transfers of aborted rounds, which must end before the next round.
+        self.pending: list[Transfer] = []
+        self.failed_words = FailedWords(None, None, None)
 
     def start(self, transfer: Transfer) -> None:
         """Start a transfer, once: a second call starts what an exception has kept from it."""
@@ -71,7 +73,7 @@ class Network:
             self.fail([])
 
     def wait(self, transfer: Transfer) -> None:
-        """Wait for a transfer that was started. Raises EPTimeoutError, of which the node is told,
+        """Wait for a transfer that was started. Raises EPTimeoutError, after it has told the node,
         and RuntimeError if a signal handler aborts the round meanwhile.
         """
         look = partial(self.look, self.rounds.state)
@@ -92,7 +94,9 @@ class Network:
         return self.views[name].tolist()
 
     def largest(self, number: int) -> Callable[[], int]:
+        """`Exchange.largest`, over all nodes: hosts tell one another by `control`."""
         self.check()
+        # One number to each other rank, and one from it.
         rows = [int(rank != self.rank) for rank in range(len(self.global_ranks))]
         sent = torch.full((sum(rows),), number, device="cpu")
         transfer = Transfer(sent, torch.zeros_like(sent), rows, rows)
@@ -104,7 +108,8 @@ class Network:
                 self.control.wait(transfer, self.look_at_node)
             except RailError:
                 self.fail(self.control.missing([]))
-            except EPTimeoutError as error:  # which names more ranks; the others get their names
+            except EPTimeoutError as error:
+                # It names more ranks: the others are to name them, too.
                 self.control.missing(error.missing_ranks)
                 raise
             return max(number, int(transfer.received.max()))
@@ -117,7 +122,8 @@ class Network:
         if self.failure is None and self.node.status.code:
             self.take_failure_of_node()
         if self.failure is not None:
-            with self.recording:  # the caller may leave at once
+            # The node must know of it first: the caller may leave at once.
+            with self.recording:
                 raise EPTimeoutError(*self.failure)
 
     def look(self, state: int) -> None:
@@ -129,6 +135,7 @@ class Network:
         self.look_at_node()
 
     def look_at_node(self) -> None:
+        """During a wait for other nodes: raise what the ranks of the node have reported."""
         missing = self.node.missing()
         if missing:
             self.fail(self.reported() or self.memory.of_mask(missing))
@@ -148,8 +155,10 @@ class Network:
         self.tell_node(missing[0])
 
     def keep_failure(self, missing: list[int], where: str) -> None:
-        """Keep the failure for every later call."""
-        stage = STAGES[self.rounds.state in (DISPATCHED, RETURNING) or bool(self.pending)]
+        """Keep the failure for every later call. `where` is a part of its text."""
+        # Transfers of aborted rounds are on their way back.
+        is_combine = self.rounds.state in (DISPATCHED, RETURNING) or bool(self.pending)
+        stage = STAGES[is_combine]
         global_ranks = [self.global_ranks[rank] for rank in missing]
         places = ", ".join(str(divmod(rank, self.memory.ranks_per_node)) for rank in missing)
         why = (
@@ -168,7 +177,9 @@ class Network:
 
     def reported(self) -> list[int]:
         """Ranks of other nodes that a rank of this node misses."""
-        return [word - 1 for word in self.peek("rail.missed") if 0 < word <= len(self.global_ranks)]
+        R = len(self.global_ranks)
+        # 1 + a rank of the group, from each rank of the node.
+        return [word - 1 for word in self.peek("rail.missed") if 0 < word <= R]
 
     def take_failure_of_node(self) -> None:
         """Keep a timeout that the node's exchange has reported. Raises its EPMismatchError and
@@ -193,7 +204,11 @@ class Network:
         """`tags` of an EPMismatchError of the node's exchange, with the rank numbered
         in the group.
         """
-        return tags and (tags[0], self.memory.of_node([tags[1]])[0], tags[2])
+        if tags is None:
+            return None
+        mine, rank, theirs = tags
+        [rank_of_group] = self.memory.of_node([rank])
+        return mine, rank_of_group, theirs
 
     def note_mismatch(self, rank: int) -> None:
         """A call of this rank of the group does not match. On CPUs the round is closed, and that is
@@ -204,13 +219,6 @@ class Network:
     def failed(self) -> bool:
         """Whether a wait has failed on the rail or in the node."""
         return self.failure is not None or self.node.failed
-
-    @property
-    def failed_words(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """On GPUs the words that make the sums zeros once the rail or the node's exchange has
-        failed, and the word by which the host learns that they are.
-        """
-        return None, None, None
 
     def missing(self) -> int:
         """Ranks of the group that are missing, as a mask."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from epmoe.exchange.peek import LONG_S, Peek
 from epmoe.group.errors import EPMismatchError, EPOrderError, EPTimeoutError
 from epmoe.group.waiting import device_ends, interruptible
+from epmoe.rail.memory import FailedWords
 from epmoe.rail.network import Network
 from epmoe.rail.rail import Transfer
 
@@ -34,11 +35,10 @@ class NetworkOnGPUs(Network):
         self._peek = Peek(*map(self.views.__getitem__, _PEEKED))
         self._peeked = list[Tensor]()
         self._last_stream: Any = None  # of the last round
+        self.failed_words = FailedWords(
+            self.views["rail.missed"], self.node.latched, self.views["rail.noticed"]
+        )
         self.rail.watch(WeakMethod(self.on_late), self.node.latched)
-
-    @property
-    def failed_words(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        return self.views["rail.missed"], self.node.latched, self.views["rail.noticed"]
 
     def on_late(self) -> None:
         """A transfer has missed its deadline, or the node's exchange has failed; called on the
@@ -55,8 +55,9 @@ class NetworkOnGPUs(Network):
         except EPTimeoutError:
             raise
         except BaseException:
+            # What was queued before it ends first, unless this is within a capture.
             try:
-                with suppress(RuntimeError):  # within a capture
+                with suppress(RuntimeError):
                     device_ends(self.device, LONG_S)
             finally:
                 self.record_failure([self.rank])
@@ -89,10 +90,12 @@ class NetworkOnGPUs(Network):
         def copy() -> None:
             self._peeked = self._peek.read()
 
-        with suppress(RuntimeError):  # of a GPU that has failed, or while one captures
+        # Where the GPU has failed, or while one captures, there is no copy either.
+        with suppress(RuntimeError):
             interruptible(copy, LONG_S)
-        number = _PEEKED.index(name)
-        return self._peeked[number].tolist() if self._peeked else [0] * self.views[name].numel()
+        if not self._peeked:
+            return [0] * self.views[name].numel()
+        return self._peeked[_PEEKED.index(name)].tolist()
 
     def record_failure(self, found: list[int]) -> None:
         """It also ends the transfers under way. Any thread may call it.
@@ -103,16 +106,19 @@ class NetworkOnGPUs(Network):
         with self.recording:
             missing: list[int] = []
             try:
+                # The first failure counts, be it of the rail or of the node.
                 if self.failure is None and not self.node.failed:
                     missing = self.rail.missing(found or self.reported())
                     self.keep_failure(missing, "over the network")
                 elif self.failure is None:
-                    with suppress(EPMismatchError, EPOrderError):  # `check` raises it
+                    # `check` raises what is no timeout.
+                    with suppress(EPMismatchError, EPOrderError):
                         self.take_failure_of_node()
             finally:
                 self.rail.abort()
             if missing:
-                with suppress(RuntimeError):  # as in `peek`
+                # As in `peek`, the GPU may have failed.
+                with suppress(RuntimeError):
                     self.tell_node(missing[0])
 
     def note_mismatch(self, rank: int) -> None:
@@ -122,15 +128,18 @@ class NetworkOnGPUs(Network):
             self._noticed.value = self.memory.others.index(node) + 1
 
     def check(self) -> None:
-        number = self._noticed.value  # by leftovers, only once a failure is kept
+        # Read first: leftovers set it only once a failure is kept.
+        number = self._noticed.value
         super().check()
-        if number < 0:  # sums are zeros, although no wait of this rank has failed
+        # Sums are zeros, although no wait of this rank has failed.
+        if number < 0:
             self.fail([])
+        # 1 + the index of the node whose call differs.
         if number:
-            self.node.end_waits()  # the other ranks of the node may have a rail without a mismatch
-            raise EPMismatchError(
-                self.rounds.count, [self.memory.of_rail(self.memory.others[number - 1])], True
-            )
+            # The other ranks of the node may have a rail without a mismatch.
+            self.node.end_waits()
+            rank = self.memory.of_rail(self.memory.others[number - 1])
+            raise EPMismatchError(self.rounds.count, [rank], latched=True)
 
     def look_at_node(self) -> None:
         """It looks at memory of the host only: no graph could hold a wait for a stream."""

@@ -41,6 +41,7 @@ def rail_of(config: EPConfig, device: torch.device) -> type[Rail]:
     """The rail between the nodes. Raises ValueError where there is none of this name, or none for
     the device.
     """
+    # Those that serve the device, of which "auto" takes the first one.
     name = config.exchange.rail
     fitting = [fit for fit, rail in RAILS.items() if device.type in rail.devices]
     if not fitting:
@@ -52,7 +53,9 @@ def rail_of(config: EPConfig, device: torch.device) -> type[Rail]:
         raise ValueError(
             f"`exchange.rail` must be auto or {' or '.join(fitting)} on {device.type}, got {name!r}"
         )
-    return RAILS[fitting[0] if name == "auto" else name]
+    if name == "auto":
+        name = fitting[0]
+    return RAILS[name]
 
 
 def check_shared_memory(config: EPConfig, device: torch.device) -> None:
@@ -61,11 +64,12 @@ def check_shared_memory(config: EPConfig, device: torch.device) -> None:
     """
     if device.type == "cpu":
         return
+    # Ranks own different numbers of experts: the one that needs most counts.
     placement = config.seated.place_experts()
-    plans = (
-        MemoryPlan.build(config, rank, placement, nvlink=True) for rank in range(placement.ep_size)
-    )
-    needed = max(map(shared_bytes_needed, plans))
+    needed = 0
+    for rank in range(placement.ep_size):
+        plan = MemoryPlan.build(config, rank, placement, nvlink=True)
+        needed = max(needed, shared_bytes_needed(plan))
     properties: Any = torch.cuda.get_device_properties(device)  # torch does not declare all of them
     available = properties.shared_memory_per_block_optin
     if needed > available:
@@ -87,6 +91,7 @@ def prepare(config: EPConfig, device: torch.device) -> None:
 
 def load(device: torch.device) -> None:
     """Build or load the library now, not while other ranks wait."""
+    # The first look at an operator does it.
     _ = ops.dispatch
     if device.type == "cuda":
         ops.load_cuda()
@@ -123,30 +128,38 @@ def open_exchange(
     group has it. Raises MemoryError if the windows do not fit, and RuntimeError if the ranks of a
     node are on several machines, or ranks do not reach one another.
     """
+    seat = seats.of_ranks[peers.rank]
+    placement = config.seated.place_experts()
+    on_gpus = addresses.memory.device.type == "cuda"
+    plan = MemoryPlan.build(config, seat, placement, nvlink=on_gpus)
+    if config.topology.num_nodes > 1:
+        return _open_over_nodes(config, plan, peers, addresses, name)
+    with ExitStack() as undo:
+        window = open_window(plan, peers, seats, addresses, undo)
+        exchange = NodeExchange(
+            config, plan, placement, window, peers.global_ranks, addresses, seats
+        )
+        undo.pop_all()
+    return exchange
+
+
+def _open_over_nodes(
+    config: EPConfig, plan: MemoryPlan, peers: Peers, addresses: Addresses, name: str
+) -> HierarchicalExchange:
+    """`open_exchange` where the group has several nodes, with a rank in each seat."""
     device = addresses.memory.device
     placement = config.seated.place_experts()
-    plan = MemoryPlan.build(
-        config, seats.of_ranks[peers.rank], placement, nvlink=device.type == "cuda"
-    )
     G = config.topology.ranks_here
     N = config.topology.num_nodes
     times = config.exchange
 
-    # One node.
-    if N == 1:
-        with ExitStack() as undo:
-            window = open_window(plan, peers, seats, addresses, undo)
-            one = NodeExchange(
-                config, plan, placement, window, peers.global_ranks, addresses, seats
-            )
-            undo.pop_all()
-        return one
-
-    # Several nodes. The ranks of this node meet first.
+    # The ranks of this node meet first.
     node, local = divmod(peers.rank, G)
     connect = connect_within(peers.timeout_s)
     peers.all_gather(None)  # all are about to connect
-    group = gloo_group(f"{name}/node/{node}", local, G, connect) if G > 1 else None
+    group = None
+    if G > 1:
+        group = gloo_group(f"{name}/node/{node}", local, G, connect)
     here = peers.global_ranks[node * G : (node + 1) * G]
     node_peers = Peers(group, local, G, here, connect.total_seconds(), first=node * G)
     rounds = RoundState(struct("Progress")())
@@ -171,7 +184,15 @@ def open_exchange(
         )
         memory = RailMemory(config, plan, placement, peers.rank, device, rail)
         network_of = Network if device.type == "cpu" else NetworkOnGPUs
-        network = network_of(inside, memory, rail, control, peers.global_ranks, rounds, deadlines)
+        network = network_of(
+            node=inside,
+            memory=memory,
+            rail=rail,
+            control=control,
+            global_ranks=peers.global_ranks,
+            rounds=rounds,
+            deadlines=deadlines,
+        )
         exchange = HierarchicalExchange(config, inside, memory, network)
         undo.pop_all()
     return exchange

@@ -8,7 +8,7 @@ in place.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,14 +19,63 @@ from epmoe.exchange.handles import Dispatched, RoundShape
 from epmoe.exchange.mismatch import Differences, Traits, call_of, differences
 from epmoe.native import ops
 from epmoe.native.layouts import constant
-from epmoe.rail.memory import RailMemory
+from epmoe.rail.memory import FailedWords, RailMemory
 from epmoe.rail.rail import Transfer
 
-Tokens = tuple[Tensor, Tensor, Tensor, Tensor | None]  # x, ids, weights and scales
-
-_TAG_INTS = 4  # `RailTag` in csrc/rail.h
-_NOTE_BYTES = 2 * 8  # no row is shorter
+# Two int64 words behind the partial rows for a node. No row is shorter.
+_NOTE_BYTES = 2 * 8
+# Tells rounds apart in a stamp, beside the length of a slab, which is smaller.
 _PRIME = 1_000_003
+
+
+class Tokens(NamedTuple):
+    """Rows of slabs, as the node's dispatch takes them."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    scales: Tensor | None
+
+
+class Tag(NamedTuple):
+    """What a source says of its call in each row, int32 each: `RailTag` of csrc/rail.h."""
+
+    D: int
+    K: int
+    dtype_and_tag: int
+    """the number of the dtype in the low byte, and the layer's tag above it"""
+    stamp: int
+    """the length of a slab, and on CPUs the round, too"""
+
+    @property
+    def dtype(self) -> int:
+        return self.dtype_and_tag & 0xFF
+
+    @property
+    def of_layer(self) -> int:
+        return self.dtype_and_tag >> 8 & constant("kMaxTag")
+
+
+class Mismatch(NamedTuple):
+    """What this rank knows of calls on its rail that differ from its own."""
+
+    ranks: list[int]
+    """of this rail, numbered in the group; empty where all agree"""
+    tags: tuple[int, int, int] | None
+    """`tags` of EPMismatchError"""
+    differences: Differences
+
+
+class Reports(NamedTuple):
+    """What the notes behind the partial rows say."""
+
+    aborted: list[int]
+    """ranks that have aborted the round"""
+    differing: list[int]
+    """ranks of the group whose calls differ"""
+
+
+_NO_MISMATCH = Mismatch([], None, {})
 
 
 class Slabs:
@@ -53,25 +102,38 @@ class Slabs:
         self.shape = shape
         self.epoch = epoch
         self.inside_epoch = inside_epoch
-        S = memory.rows_per_node
-        self.slab_rows = slab_rows = S if most_tokens is None else max(1, min(most_tokens, S))
-        self.limit = "capacity.max_rows_per_node" if slab_rows == S else "at_most"
         self.call_tag = call.tag
         self.D = shape.hidden_size
         dtype = call.x.dtype
         self.wire = memory.payload.dtype_of(dtype)
         on_cpu = memory.device.type == "cpu"
+
+        # How long slabs are: as all ranks say, or as long as there is room.
+        S = memory.rows_per_node
+        slab_rows = S
+        if most_tokens is not None:
+            slab_rows = max(1, min(most_tokens, S))
+        self.slab_rows = slab_rows
+        self.limit = "capacity.max_rows_per_node" if slab_rows == S else "at_most"
+
         # A call on a GPU may be replayed in other rounds, so its tag has the length of a slab
         # there. On the CPU it has both: in the same round it differs if the lengths do.
-        stamp = slab_rows if not on_cpu else (epoch * _PRIME + slab_rows) % 2**31
+        stamp = slab_rows
+        if on_cpu:
+            stamp = (epoch * _PRIME + slab_rows) % 2**31
         dtype_and_tag = ops.DTYPES.index(dtype) | call.tag << 8
-        self.tag = [call.x.shape[1], shape.top_k, dtype_and_tag, stamp]  # `RailTag` in csrc/rail.h
+        self.tag = Tag(call.x.shape[1], shape.top_k, dtype_and_tag, stamp)
+
+        # Rows of notes behind each slab that returns. GPUs do not report an abort to other nodes.
+        self.notes = int(on_cpu)
         self._back: Transfer | None = None
-        self.notes = int(on_cpu)  # GPUs do not report an abort to other nodes
-        self.rows_of_nodes = [slab_rows * one for one in memory.one_each()]
-        # Slots between received slabs. gloo ends a process that receives more than it has room for.
-        self.stride = memory.rows_per_node if on_cpu else slab_rows
-        room = [self.stride * one for one in memory.one_each()]
+
+        # The way out. gloo ends a process that receives more than it has room for, so on CPUs each
+        # slab that arrives has room for the longest one.
+        one_each = memory.one_each()
+        self.rows_of_nodes = [slab_rows * one for one in one_each]
+        self.stride = S if on_cpu else slab_rows  # slots from one received slab to the next
+        room = [self.stride * one for one in one_each]
         sent = memory.views["rail.sent"].flatten(0, 1)[: sum(self.rows_of_nodes)]
         received = self._space()[slab_rows : slab_rows + sum(room)]
         self.out = Transfer(sent, received, self.rows_of_nodes, room)
@@ -93,22 +155,26 @@ class Slabs:
     @property
     def last(self) -> Transfer:
         """The last transfer that was started."""
-        return self._back if self._back is not None and self._back.started else self.out
+        back = self._back
+        if back is not None and back.started:
+            return back
+        return self.out
 
     @property
     def returning(self) -> bool:
+        """Whether partial rows are on their way, or have been."""
         return self._back is not None and bool(self._back.started)
 
     def pack(self, operands: tuple[Any, ...]) -> None:
         """Copy the tokens of the call, as `Call.operands` gives them, into the slabs."""
         memory = self.memory
-        views = self.memory.views
+        views = memory.views
         ops.rail_pack(
             *operands,
             *memory.tables,
             memory.descriptor,
             self.slab_rows,
-            self.tag[-1],
+            self.tag.stamp,
             self.call_tag,
             views["rail.received"].flatten(),
             views["rail.sent"].flatten(),
@@ -119,13 +185,13 @@ class Slabs:
             views["rail.total.rows_sent"],
         )
 
-    def differing(self) -> tuple[list[int], tuple[int, int, int] | None, Differences]:
-        """Once the rows are here: the ranks of this rail whose call differs from this rank's, and
-        `tags` and `differences` of EPMismatchError.
+    def mismatch(self) -> Mismatch:
+        """Once the rows are here: the calls on this rail that differ from this rank's. A host with
+        a GPU learns of them later, by "rail.noticed".
         """
         memory = self.memory
         rows = self._space()[self.slab_rows :]
-        if memory.device.type == "cuda":  # the host learns of it later
+        if memory.device.type == "cuda":
             ops.rail_tags(
                 rows.flatten(),
                 self.slab_rows,
@@ -133,53 +199,65 @@ class Slabs:
                 *self.tag,
                 memory.views["rail.noticed"],
             )
-            return [], None, {}
-        first = rows[: len(self.memory.others) * self.stride : self.stride]
-        tags = (
-            first[:, memory.slot.tag : memory.slot.tag + 4 * _TAG_INTS].view(torch.int32).tolist()
-        )
-        tagged = zip(self.memory.others, tags, strict=True)
-        differing = {memory.of_rail(node): tag for node, tag in tagged if tag != self.tag}
-        calls = ((rank, tag[2] >> 8 & constant("kMaxTag")) for rank, tag in differing.items())
-        other = next(
-            ((self.call_tag, rank, tag) for rank, tag in calls if tag != self.call_tag), None
-        )
-        by_what = next(
-            (differences(self._traits(self.tag), self._traits(tag)) for tag in differing.values()),
-            {},
-        )
-        return list(differing), other, by_what
+            return _NO_MISMATCH
 
-    def _traits(self, tag: list[int]) -> Traits:
-        """What a `RailTag` says, on CPUs."""
-        D, K, dtype, stamp = tag
+        # Any row of a slab has the tag of its source: read the first ones.
+        first = rows[: len(memory.others) * self.stride : self.stride]
+        begin = memory.slot.tag
+        end = begin + 4 * len(self.tag)
+        written = first[:, begin:end].view(torch.int32).tolist()
+        tags = {}
+        for node, ints in zip(memory.others, written, strict=True):
+            tag = Tag(*ints)
+            if tag != self.tag:
+                tags[memory.of_rail(node)] = tag
+        if not tags:
+            return _NO_MISMATCH
+
+        # The first of them that is in another layer, and what the first one of all has else.
+        layers = None
+        for rank, tag in tags.items():
+            if tag.of_layer != self.call_tag:
+                layers = (self.call_tag, rank, tag.of_layer)
+                break
+        theirs = next(iter(tags.values()))
+        return Mismatch(
+            list(tags), layers, differences(self._traits(self.tag), self._traits(theirs))
+        )
+
+    def _traits(self, tag: Tag) -> Traits:
+        """What a tag says, on CPUs."""
         extra = self.memory.may_have_extra
-        rows = (stamp - self.epoch * _PRIME) % 2**31
-        slab_rows = rows if rows <= self.memory.rows_per_node else "of another round"
-        return call_of(D, K, dtype & 0xFF, extra=extra, at_most=slab_rows)
+        # Of this round, the stamp is the length of a slab.
+        rows = (tag.stamp - self.epoch * _PRIME) % 2**31
+        slab_rows: int | str = rows
+        if rows > self.memory.rows_per_node:
+            slab_rows = "of another round"
+        return call_of(tag.D, tag.K, tag.dtype, extra=extra, at_most=slab_rows)
 
     def rows(self) -> Tokens:
-        """x, ids, weights and scales of all slabs, for the dispatch of the node: views of the
-        slabs, in which the `extra` of a row lies behind it.
+        """The tokens of all slabs, for the dispatch of the node: views of the slabs, in which the
+        `extra` of a row lies behind it.
         """
         slot = self.memory.slot
-        rows = self._slabs()
-        ids, weights = (
-            rows[:, begin : begin + 4 * self.shape.top_k].view(dtype)
-            for begin, dtype in ((slot.ids, torch.int32), (slot.weights, torch.float32))
-        )
         payload = self.memory.payload
-        x = rows[:, : payload.row_bytes(self.D, self.wire)].view(self.wire)
+        rows = self._slabs()
+        x = rows[:, : payload.row_bytes(self.D, self.wire)]
         scales = None
         if payload.scale:
-            scales = rows[:, slot.scales : slot.scales + payload.scale_bytes(self.D)].view(
-                payload.scale
-            )
-        return x, ids, weights, scales
+            scales = rows[:, slot.scales : slot.scales + payload.scale_bytes(self.D)]
+            scales = scales.view(payload.scale)
+        # Ids and weights have 4 bytes each.
+        ids = rows[:, slot.ids : slot.ids + 4 * self.shape.top_k]
+        weights = rows[:, slot.weights : slot.weights + 4 * self.shape.top_k]
+        return Tokens(x.view(self.wire), ids.view(torch.int32), weights.view(torch.float32), scales)
 
     def no_rows(self) -> Tokens:
+        """No tokens of the shape of the round."""
         x, ids, weights, scales = self.rows()
-        return x[:0], ids[:0], weights[:0], None if scales is None else scales[:0]
+        if scales is not None:
+            scales = scales[:0]
+        return Tokens(x[:0], ids[:0], weights[:0], scales)
 
     def smallest_rows(self) -> Tokens:
         """No row of the least D and K that a call may have, without `extra`: a mismatch to the
@@ -187,8 +265,11 @@ class Slabs:
         mismatch, and get sums without these rows.
         """
         x, ids, weights, scales = self.no_rows()
+        # A block of scales, or a line of 16 bytes.
         D = self.memory.largest_block or 16 // self.wire.itemsize
-        return x[:, :D], ids[:, :1], weights[:, :1], None if scales is None else scales[:, :1]
+        if scales is not None:
+            scales = scales[:, :1]
+        return Tokens(x[:, :D], ids[:, :1], weights[:, :1], scales)
 
     def back(self, partial: Tensor, aborted: int) -> Transfer:
         """Partial rows [n, D], in the order of `rows`, for the nodes of their tokens.
@@ -197,7 +278,7 @@ class Slabs:
         aborted the round, a mask.
         """
         self.partial = partial
-        return self._transfer_back(partial, (aborted, 0), [], True)
+        return self._transfer_back(partial, aborted, 0, [], reads=True)
 
     def nothing_back(
         self, like: Tensor, aborted: int, mismatch: int, differing: list[int]
@@ -209,63 +290,75 @@ class Slabs:
         """
         zeros = like.new_zeros(self.slab_rows + sum(self.rows_of_nodes), self.D)
         nodes = [rank // self.memory.ranks_per_node for rank in differing]
-        return self._transfer_back(zeros, (aborted, mismatch), nodes, False)
+        return self._transfer_back(zeros, aborted, mismatch, nodes, reads=False)
 
     def _transfer_back(
-        self, partial: Tensor, note: tuple[int, int], differing: list[int], reads: bool
+        self, partial: Tensor, aborted: int, mismatch: int, nobody: list[int], *, reads: bool
     ) -> Transfer:
-        row_bytes = self.D * partial.itemsize
-        notes = self.notes
+        """The way back of `partial`, whose first slab stays here. `nobody` are nodes that get no
+        row, and `reads` says whether this rank reads what comes. The notes are those of
+        `nothing_back`.
+        """
         returned = self.memory.views["rail.returned"]
         one_each = self.memory.one_each()
-        slab_bytes = (self.slab_rows + notes) * row_bytes
-        sends = [slab_bytes * one * (node not in differing) for node, one in enumerate(one_each)]
-        # Where nobody reads, the others may bring rows of another length.
-        receives = [
-            (slab_bytes if reads or not notes else returned[0].numel()) * one for one in one_each
-        ]
+        slab_bytes = (self.slab_rows + self.notes) * self.D * partial.itemsize
+
+        # Bytes to each node, and from it.
+        sends = [slab_bytes * one for one in one_each]
+        for node in nobody:
+            sends[node] = 0
+        slab_room = slab_bytes
+        if self.notes and not reads:
+            # The others may bring rows of another length: there is room for the longest ones.
+            slab_room = returned[0].numel()
+        receives = [slab_room * one for one in one_each]
+
+        # What travels, and where what comes lies.
         to_others = partial[self.slab_rows :]
-        if notes:
-            last = partial.new_zeros(1, self.D)
-            last.view(torch.uint8)[0, :_NOTE_BYTES] = torch.tensor(note).view(torch.uint8)
-            parts = zip(self.memory.others, to_others.split(self.slab_rows), strict=True)
-            rows = [part for node, slab in parts if node not in differing for part in (slab, last)]
-            to_others = torch.cat(rows) if rows else last[:0]
+        if self.notes:
+            to_others = self._with_notes(to_others, aborted, mismatch, nobody)
+        sent = to_others.flatten().view(torch.uint8)
         received = returned.flatten()[: sum(receives)]
         if reads:
             self.returned = received.view(partial.dtype).view(-1, self.D)
-        self._back = Transfer(
-            to_others.flatten().view(torch.uint8), received, sends, receives, returning=True
-        )
+        self._back = Transfer(sent, received, sends, receives, returning=True)
         return self._back
 
-    def reports(self) -> tuple[list[int], list[int]]:
-        """From the partial rows: the ranks that have aborted the round, and ranks of the group
-        whose calls differ.
-        """
-        aborted = list[int]()
-        differing = list[int]()
-        end = 0
-        G = self.memory.ranks_per_node
-        for node in self.memory.others if self.notes else ():
-            end += self.slab_rows + 1
-            mask, rank = (
-                self.returned[end - 1]
-                .view(torch.uint8)[:_NOTE_BYTES]
-                .clone()
-                .view(torch.int64)
-                .tolist()
-            )
-            aborted += [node * G + local for local in range(G) if mask >> local & 1]
-            differing += [rank - 1] if 0 < rank <= G * self.memory.num_nodes else []
-        return aborted, sorted(set(differing))
+    def _with_notes(self, slabs: Tensor, aborted: int, mismatch: int, nobody: list[int]) -> Tensor:
+        """Slabs for the other nodes but `nobody`, each with a row more that holds two words."""
+        note = slabs.new_zeros(1, self.D)
+        words = torch.tensor((aborted, mismatch)).view(torch.uint8)
+        note.view(torch.uint8)[0, :_NOTE_BYTES] = words
+        parts = []
+        for node, slab in zip(self.memory.others, slabs.split(self.slab_rows), strict=True):
+            if node not in nobody:
+                parts += [slab, note]
+        if not parts:
+            return note[:0]
+        return torch.cat(parts)
 
-    def sum(self, y: Tensor, failed: tuple[Tensor | None, Tensor | None, Tensor | None]) -> None:
+    def reports(self) -> Reports:
+        """From the notes behind the partial rows, which GPUs do not have."""
+        aborted = list[int]()
+        differing = set[int]()
+        if not self.notes:
+            return Reports(aborted, [])
+        G = self.memory.ranks_per_node
+        R = G * self.memory.num_nodes
+        last = -1
+        for node in self.memory.others:
+            last += self.slab_rows + 1
+            # A copy, since a row of the buffer may lie at any address.
+            note = self.returned[last].view(torch.uint8)[:_NOTE_BYTES].clone()
+            mask, mismatch = note.view(torch.int64).tolist()
+            aborted += [node * G + local for local in range(G) if mask >> local & 1]
+            if 0 < mismatch <= R:
+                differing.add(mismatch - 1)
+        return Reports(aborted, sorted(differing))
+
+    def sum(self, y: Tensor, failed: FailedWords) -> None:
         """Once the partial rows are here: their sum for each token, in the order of the nodes, into
         y [T, D].
-
-        `failed` are words of GPUs: `missed` and `latched`, which make it zeros where they are not
-        0, and `noticed`.
         """
         own = self.partial[: self.slab_rows]
         slots = self.memory.views["rail.slots"]
@@ -278,14 +371,16 @@ class Slabs:
         are copied.
         """
         space = self._space()
-        if self.stride <= self.slab_rows or len(self.memory.others) == 1:
-            return space[: self.slab_rows + sum(self.rows_of_nodes)]
-        begins = range(
-            self.slab_rows, self.slab_rows + len(self.memory.others) * self.stride, self.stride
-        )
-        return torch.cat(
-            [space[: self.slab_rows], *(space[begin : begin + self.slab_rows] for begin in begins)]
-        )
+        n = self.slab_rows
+        if self.stride <= n or len(self.memory.others) == 1:
+            return space[: n + sum(self.rows_of_nodes)]
+        slabs = [space[:n]]
+        begin = n
+        for _ in self.memory.others:
+            slabs.append(space[begin : begin + n])
+            begin += self.stride
+        return torch.cat(slabs)
 
     def _space(self) -> Tensor:
+        """uint8 [slots, bytes]: where the slabs of all nodes lie, the own one first."""
         return self.memory.views["rail.received"].flatten(0, 1)

@@ -28,7 +28,7 @@ from epmoe.local.gemm.gradients import train_bias, train_gemm
 from epmoe.local.stage import Stage, without_autocast
 from epmoe.native.arguments import FLOATS, wants_gradients
 
-_SILU: Gating = (False, math.inf, 1.0, 0.0)
+_SILU = Gating(interleaved=False, limit=math.inf, alpha=1.0, up_offset=0.0)
 _SAME_RESULT = (None, "eager", "grouped_mm", "batched_mm")
 # The stage of each module, with what it depends on.
 _stages: WeakKeyDictionary[Any, tuple[list[object], Stage]] = WeakKeyDictionary()
@@ -143,7 +143,7 @@ def _gating(experts: Any) -> Gating | None:
     if gate is moe._default_apply_gate and type(experts.act_fn).__name__ in fp8.SILU:
         return _SILU
     if getattr(gate, "__qualname__", "") == "GptOssExperts._apply_gate":
-        return True, experts.limit, experts.alpha, 1.0
+        return Gating(True, experts.limit, experts.alpha, up_offset=1.0)
     return None
 
 

@@ -45,11 +45,10 @@ def gating(experts: Any) -> Gating:
     limit = experts.swiglu_limit
     if limit is None:
         limit = math.inf
-    # With an alpha of its own, a module adds 1 to up, as gpt-oss does.
-    alpha = experts.swiglu_alpha
-    if alpha is None:
-        return (False, limit, 1.0, 0.0)
-    return (False, limit, alpha, 1.0)
+    # With an alpha it is the activation of gpt-oss, which adds 1 to up.
+    if experts.swiglu_alpha is None:
+        return Gating(False, limit, alpha=1.0, up_offset=0.0)
+    return Gating(False, limit, experts.swiglu_alpha, up_offset=1.0)
 
 
 def by_block(scales: Tensor, weight: Tensor) -> Tensor:

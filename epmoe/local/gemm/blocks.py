@@ -30,6 +30,7 @@ class Blocks(Loop):
     batch_invariant = True
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
+        # On GPUs a library chooses the order of sums, and in fp64 the length of a vector.
         kind = down.device.type
         if kind not in ("cpu", "meta"):
             return ValueError(
@@ -54,6 +55,7 @@ class Blocks(Loop):
 
 def multiply_blocks(rows: Tensor, weights: Tensor, out: Tensor) -> None:
     """rows [N, k] · weights [n, k]ᵀ → out [N, n], block by block."""
+    # One block at a time: rows are copied into it, and their products out of another one.
     block = rows.new_zeros(ROWS, rows.shape[1])
     product = out.new_empty(ROWS, out.shape[1])
     for given, wanted in zip(rows.split(ROWS), out.split(ROWS), strict=True):
@@ -70,8 +72,10 @@ def place_matters(dtype: torch.dtype, n: int, k: int) -> ValueError | None:
     """
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(n, k, generator=generator, device="cpu").to(dtype)
+    # The product, then that of its gradient.
     for factor in (weights.T, weights):
-        for row in torch.randn(_DRAWS, 1, len(factor), generator=generator, device="cpu").to(dtype):
+        rows = torch.randn(_DRAWS, 1, len(factor), generator=generator, device="cpu").to(dtype)
+        for row in rows:
             product = row.expand(ROWS, -1).contiguous() @ factor
             if not torch.equal(product, product[:1].expand_as(product)):
                 shapes = f"[{ROWS}, {len(factor)}] and {list(factor.shape)}"

@@ -23,7 +23,8 @@ from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows, problem_on_hopper
 from epmoe.local.weight_formats import FP8_BLOCKS
 from epmoe.native.arguments import FP8
 
-_STEPS = {torch.bfloat16: 64, FP8: FP8_BLOCKS.block[1]}  # of which D and F are multiples
+# D and F are multiples of it, by dtype.
+_STEPS = {torch.bfloat16: 64, FP8: FP8_BLOCKS.block[1]}
 
 
 class DeepGemm(Gemm):
@@ -52,8 +53,10 @@ class DeepGemm(Gemm):
         library = importlib.import_module("deep_gemm")
         values, _ = weights
         out = values.new_empty(len(rows[0]), values.shape[1], dtype=torch.bfloat16)
+        # Ends of segments, not a number for each row; nobody reads gaps.
         options = {"use_psum_layout": True, "ensure_zero_padding": False}
-        with _block(library, max(block for block in ROW_BLOCKS if alignment % block == 0)):
+        largest = max(block for block in ROW_BLOCKS if alignment % block == 0)
+        with _block(library, largest):
             if values.dtype == FP8:
                 library.m_grouped_fp8_gemm_nt_contiguous(rows, weights, out, ends, **options)
             else:
@@ -65,34 +68,42 @@ class DeepGemm(Gemm):
 
 @functools.cache
 def _problem_with_version(fp8: bool, device: int) -> Exception | None:
-    """Whether the installed version works with this torch: a tiny product is right."""
+    """Why the installed version does not work with this torch, or None: a tiny product is right."""
     e = 2
     n = 256
-    rows = 2 * DeepGemm.block
+    block = DeepGemm.block
+    rows = e * block
+
+    # Small integers, which every format holds: products are exact.
     generator = torch.Generator().manual_seed(0)
-    shapes = (rows, n), (e, n, n)
-    x, w = (
-        torch.randint(-2, 3, shape, generator=generator, device="cpu").float() for shape in shapes
-    )
-    wanted = torch.cat(
-        [part @ expert.T for part, expert in zip(x.split(DeepGemm.block), w, strict=True)]
-    )
-    dtype = FP8 if fp8 else torch.bfloat16
+    x_ND = torch.randint(-2, 3, (rows, n), generator=generator, device="cpu").float()
+    weights = torch.randint(-2, 3, (e, n, n), generator=generator, device="cpu").float()
+    parts = [part @ expert.T for part, expert in zip(x_ND.split(block), weights, strict=True)]
+    wanted = torch.cat(parts)
+
+    # The same by the library, with scales of 1.
     place = torch.device("cuda", device)
-    ends = torch.tensor([DeepGemm.block, rows], dtype=torch.int32, device=place)
-    scales = (
-        (torch.ones(2, rows, device=place).t(), torch.ones(e, 2, 2, device=place))
-        if fp8
-        else (None, None)
-    )
+    ends = torch.tensor([block, rows], dtype=torch.int32, device=place)
+    dtype = torch.bfloat16
+    row_scales = None
+    weight_scales = None
+    if fp8:
+        dtype = FP8
+        row_scales = torch.ones(2, rows, device=place).t()
+        weight_scales = torch.ones(e, 2, 2, device=place)
+    error = None
     try:
         with torch.inference_mode(), torch.cuda.device(place):
-            given = (x.to(place, dtype), scales[0]), (w.to(place, dtype), scales[1])
-            got = DeepGemm().multiply(*given, ends, DeepGemm.block)
-            error = None if torch.equal(got.float().cpu(), wanted) else "a tiny product is wrong"
-    except torch.OutOfMemoryError:  # says nothing of the library, and must not be cached
+            scaled_rows = (x_ND.to(place, dtype), row_scales)
+            scaled_weights = (weights.to(place, dtype), weight_scales)
+            got = DeepGemm().multiply(scaled_rows, scaled_weights, ends, block)
+            if not torch.equal(got.float().cpu(), wanted):
+                error = "a tiny product is wrong"
+    except torch.OutOfMemoryError:
+        # It says nothing of the library, and must not be cached.
         raise
-    except Exception as reason:  # of a library that may be of any version
+    except Exception as reason:
+        # Of a library that may be of any version.
         error = f"{type(reason).__name__}: {reason}"
     if error is None:
         return None

@@ -20,36 +20,43 @@ from epmoe.local.weight_formats import FORMATS, dequantize_weights, plain_shape,
 from epmoe.native import ops
 from epmoe.native.arguments import FP8, MXFP4, dtype_name
 
-_HOPPER = 9  # of the compute capability
+# Major number of the compute capability.
+_HOPPER = 9
 
 Scaled = tuple[Tensor, Tensor | None]
 """A tensor, and the scales of its format, or None."""
 
 
-Gating = tuple[bool, float, float, float]
-"""`interleaved`, `limit`, `alpha` and `up_offset` of `GroupedExperts`; the limit is infinite for
-none
-"""
-SWIGLU: Gating = False, math.inf, 1.0, 0.0
+class Gating(NamedTuple):
+    """What the activation does, as `GroupedExperts` has it; in the order of `gated_activation`."""
+
+    interleaved: bool
+    limit: float
+    """infinite for none"""
+    alpha: float
+    up_offset: float
+
+
+SWIGLU = Gating(interleaved=False, limit=math.inf, alpha=1.0, up_offset=0.0)
 """silu(gate) · up, all gates before all ups"""
 
 
 class Segments(NamedTuple):
     """Where the rows of each expert lie in a call."""
 
-    offsets: Tensor  # int32 [e + 1], contiguous
-    tokens: (
-        Tensor | None
-    )  # int32 [e], contiguous: rows of each segment without its gap; None: there are no gaps
-    alignment: int  # in rows: all segments start at its multiples
-    rows_per_expert: float | None = (
-        None  # of an expert on average, as far as this rank can tell; None: not known
-    )
+    offsets: Tensor
+    """int32 [e + 1], contiguous"""
+    tokens: Tensor | None
+    """int32 [e], contiguous: rows of each segment without its gap; None: there are no gaps"""
+    alignment: int
+    """in rows: all segments start at its multiples"""
+    rows_per_expert: float | None = None
+    """of an expert on average, as far as this rank can tell; None: not known"""
 
 
 class Added(NamedTuple):
-    """What is added to both products of a call: products with weights a, then b, of which each row
-    has some columns.
+    """What is added to both products of a call: products with weights a, then b. Each row has some
+    of their columns.
     """
 
     gemm: Gemm  # multiplies by a and b, whatever the segments are
@@ -61,6 +68,7 @@ class Added(NamedTuple):
     def to(self, out: Tensor, rows: Scaled, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
         """`out` [N, n], to which the products with rows [N, k] are added in place."""
         low = self.gemm.product((plain_rows(rows, a.dtype), None), (a, None), ends)
+        # Columns of other adapters than the row's do not count.
         low.masked_fill_(self.masked_columns[: len(low)], 0)
         return out.add_(self.gemm.product((low, None), (b, None), ends))
 
@@ -70,9 +78,8 @@ class Weights(NamedTuple):
 
     gate_up: Tensor  # [e, 2F, D]; [e, 2F, D/2] in MXFP4
     down: Tensor  # [e, D, F]; [e, D, F/2] in MXFP4
-    gate_up_scales: (
-        Tensor | None
-    )  # of `WeightFormat.scales_shape`, or None where the format has none
+    # Of `WeightFormat.scales_shape`, or None where the format has none.
+    gate_up_scales: Tensor | None
     down_scales: Tensor | None
     gate_up_bias: Tensor | None  # [e, 2F]
     down_bias: Tensor | None  # [e, D]
@@ -183,28 +190,35 @@ class Gemm(ABC):
         ends = segments.offsets[1:]
         n = rows.shape[0]
         alignment = segments.alignment
-        fp8 = self.takes_fp8 and weights.down.dtype == FP8
-        if fp8:
+
+        # Rows in fp8, if the GEMM multiplies in it, with scales as it wants them.
+        in_fp8 = self.takes_fp8 and weights.down.dtype == FP8
+        if in_fp8:
             if scales is None:
                 rows, scales = quantize_fp8(rows, num_tokens=ends[-1])
             scales = ops.scales_by_block(scales, segments.offsets, segments.tokens).t()[:n]
+
+        # Gate and up, the activation, then down. Adapters add to both products.
         gate_up = self.product(
             (rows, scales), (weights.gate_up, weights.gate_up_scales), ends, alignment
         )
         if added is not None:
             gate_up = added.to(gate_up, given, *added.gate_up, ends)
-        activated = _activation(gate_up, weights, segments, fp8)
+        activated = _activation(gate_up, weights, segments, in_fp8)
         out = self.product(activated, (weights.down, weights.down_scales), ends, alignment)
         if added is not None:
             out = added.to(out, activated, *added.down, ends)
-        return out if weights.down_bias is None else out + bias_of_rows(weights.down_bias, ends, n)
+        if weights.down_bias is not None:
+            out = out + bias_of_rows(weights.down_bias, ends, n)
+        return out
 
 
 def on_hopper(device: torch.device | str) -> bool:
-    return (
-        torch.device(device).type == "cuda"
-        and torch.cuda.get_device_capability(device)[0] == _HOPPER
-    )
+    """Whether a device is a GPU of compute capability 9."""
+    if torch.device(device).type != "cuda":
+        return False
+    major, _ = torch.cuda.get_device_capability(device)
+    return major == _HOPPER
 
 
 def problem_on_hopper(
@@ -213,6 +227,7 @@ def problem_on_hopper(
     """Why a library called `name`, for compute capability 9, does not take these weights, or None.
     `steps`: by dtype, of what all sizes must be multiples.
     """
+    # The dtype, the GPU, then the sizes.
     if down.dtype not in steps:
         names = " or ".join(map(dtype_name, steps))
         return ValueError(f"{name} takes weights in {names}, got {down.dtype}")
@@ -224,14 +239,19 @@ def problem_on_hopper(
     sizes = (*plain_shape(gate_up)[1:], *plain_shape(down)[1:])
     step = steps[down.dtype]
     if any(size % step for size in sizes):
-        kind = FORMATS[down.dtype].name if down.dtype in FORMATS else dtype_name(down.dtype)
+        kind = dtype_name(down.dtype)
+        if down.dtype in FORMATS:
+            kind = FORMATS[down.dtype].name
         return ValueError(f"{name} takes {kind} weights of multiples of {step}, got {sizes}")
     return None
 
 
 def plain_rows(rows: Scaled, dtype: torch.dtype) -> Tensor:
+    """Rows [N, k]: themselves, or dequantized to `dtype`."""
     values, scales = rows
-    return values if scales is None else dequantize_rows(values, scales, dtype)
+    if scales is None:
+        return values
+    return dequantize_rows(values, scales, dtype)
 
 
 def plain_weights(weights: Scaled) -> Tensor:
@@ -243,7 +263,8 @@ def plain_weights(weights: Scaled) -> Tensor:
         dequantized: Tensor = ops.dequantize_mxfp4(values.contiguous(), scales.contiguous())
         return dequantized
     plain = torch.empty(plain_shape(values), dtype=product_dtype(values), device=values.device)
-    for i in range(len(values)):  # all at once would take four times the memory
+    # All at once would take four times the memory.
+    for i in range(len(values)):
         plain[i] = dequantize_weights(values[i], scales[i], plain.dtype)
     return plain
 
@@ -254,23 +275,35 @@ def bias_of_rows(bias: Tensor, ends: Tensor, num_rows: int) -> Tensor:
     """
     numbers = torch.arange(num_rows, dtype=torch.int32, device=ends.device)
     experts = torch.searchsorted(ends, numbers, right=True, out_int32=True)
-    return bias.index_select(0, experts.masked_fill_(numbers >= ends[-1], 0))
+    # Past the last segment there is no expert, but an index must be one.
+    experts.masked_fill_(numbers >= ends[-1], 0)
+    return bias.index_select(0, experts)
 
 
 def _activation(gate_up: Tensor, weights: Weights, segments: Segments, quantize: bool) -> Scaled:
-    """[N, F]. Only rows of segments are computed, since there may be many more."""
-    bias, (interleaved, limit, alpha, up_offset) = weights.gate_up_bias, weights.gating
+    """[N, F] of [N, 2F]; with `quantize` in fp8, and with scales. Only rows of segments are
+    computed, since there may be many more.
+    """
+    bias = weights.gate_up_bias
+    gating = weights.gating
     if gate_up.dtype != torch.float64:
-        bias = None if bias is None else bias.contiguous()
+        if bias is not None:
+            bias = bias.contiguous()
         activated, scales = ops.gated_activation(
-            gate_up, segments.offsets, segments.tokens, bias, *weights.gating, quantize
+            gate_up, segments.offsets, segments.tokens, bias, *gating, quantize
         )
-        return activated, scales.t()[: len(gate_up)] if quantize else None
+        if not quantize:
+            return activated, None
+        return activated, scales.t()[: len(gate_up)]
+
+    # In fp64 there is no kernel. A limit of infinity changes nothing.
     if bias is not None:
         gate_up = gate_up + bias_of_rows(bias, segments.offsets[1:], len(gate_up))
-    gate, up = (gate_up[:, ::2], gate_up[:, 1::2]) if interleaved else gate_up.chunk(2, dim=1)
-    gate, up = (
-        gate.clamp(max=limit),
-        up.clamp(-limit, limit),
-    )  # which changes nothing if there is no limit: infinity
-    return gate * torch.sigmoid(alpha * gate) * (up + up_offset), None
+    if gating.interleaved:
+        gate = gate_up[:, ::2]
+        up = gate_up[:, 1::2]
+    else:
+        gate, up = gate_up.chunk(2, dim=1)
+    gate = gate.clamp(max=gating.limit)
+    up = up.clamp(-gating.limit, gating.limit)
+    return gate * torch.sigmoid(gating.alpha * gate) * (up + gating.up_offset), None

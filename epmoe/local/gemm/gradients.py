@@ -19,7 +19,8 @@ from epmoe.local.gemm.gemm import bias_of_rows
 from epmoe.local.gemm.table import GEMMS
 from epmoe.native.named import named
 
-_COLUMNS = 8  # of a matrix of one column, as often as torch's GEMM wants it: 16 bytes
+# A matrix of one column has it so often, since torch's GEMM wants rows of 16 bytes.
+_COLUMNS = 8
 
 
 def choose_trained(
@@ -73,7 +74,10 @@ def bias_gradients(grad: Tensor, factors: Tensor | None, offsets: Tensor, gemm: 
     """[e, n]: the sum over each expert's rows of grad [N, n], times the factor of the row, fp32
     [N], or 1.
     """
-    column = torch.ones_like(grad[:, 0]) if factors is None else factors.to(grad.dtype)
+    # The gradient of weights [e, n, 1] for rows of one element, the factor.
+    if factors is None:
+        factors = torch.ones_like(grad[:, 0])
+    column = factors.to(grad.dtype)
     columns = column[:, None].expand(-1, _COLUMNS).contiguous()
     return train_gemm_weights(grad, columns, offsets, gemm)[..., 0].contiguous()
 
@@ -81,11 +85,9 @@ def bias_gradients(grad: Tensor, factors: Tensor | None, offsets: Tensor, gemm: 
 @named("epmoe::train_bias")
 def train_bias(bias: Tensor, offsets: Tensor, num_rows: int, gemm: str) -> Tensor:
     """`bias_of_rows` with gradients."""
-    return (
-        bias_of_rows(bias, offsets[1:], num_rows)
-        if len(bias)
-        else bias.new_empty(num_rows, bias.shape[1])
-    )
+    if not len(bias):
+        return bias.new_empty(num_rows, bias.shape[1])
+    return bias_of_rows(bias, offsets[1:], num_rows)
 
 
 @train_bias.register_fake
@@ -95,18 +97,21 @@ def _(bias: Tensor, offsets: Tensor, num_rows: int, gemm: str) -> Tensor:
 
 def _save_gemm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     rows, weights, offsets, ctx.gemm = inputs
-    of_rows, of_weights, *_ = ctx.needs_input_grad  # what a frozen part would need is not kept
-    ctx.save_for_backward(rows if of_weights else None, weights if of_rows else None, offsets)
+    needs_rows, needs_weights, *_ = ctx.needs_input_grad
+    # What only a frozen part would need is not kept.
+    ctx.save_for_backward(rows if needs_weights else None, weights if needs_rows else None, offsets)
 
 
 def _gemm_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     rows, weights, offsets = ctx.saved_tensors
     grad = grad.contiguous()
-    by_rows = (
-        None if weights is None else train_gemm(grad, weights.transpose(1, 2), offsets, ctx.gemm)
-    )
-    by_weights = None if rows is None else train_gemm_weights(grad, rows, offsets, ctx.gemm)
-    return by_rows, by_weights, None, None
+    grad_rows = None
+    if weights is not None:
+        grad_rows = train_gemm(grad, weights.transpose(1, 2), offsets, ctx.gemm)
+    grad_weights = None
+    if rows is not None:
+        grad_weights = train_gemm_weights(grad, rows, offsets, ctx.gemm)
+    return grad_rows, grad_weights, None, None
 
 
 def _save_bias(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -17,9 +17,12 @@ from epmoe.local.weight_formats import product_dtype
 from epmoe.native import ops
 from epmoe.native.arguments import MXFP4
 
-_STEPS = {torch.bfloat16: 8, MXFP4: 64}  # of which D and F are multiples
-_BYTES = 16  # addresses and strides are multiples of it
-_MOST_EXPERTS = 512  # of one rank; their table is in shared memory
+# D and F are multiples of it, by dtype.
+_STEPS = {torch.bfloat16: 8, MXFP4: 64}
+# Addresses and strides are multiples of it.
+_BYTES = 16
+# Of one rank: their table is in shared memory.
+_MOST_EXPERTS = 512
 
 
 class Hopper(Gemm):
@@ -39,21 +42,19 @@ class Hopper(Gemm):
             return ValueError(
                 f"Hopper's kernel takes at most {_MOST_EXPERTS} experts, got {len(down)}"
             )
-        if not all(
-            _is_whole(w) or down.dtype != MXFP4 and _is_whole(w.mT) for w in (gate_up, down)
-        ):
-            return ValueError(
-                "Hopper's kernel takes contiguous weights, or transposed bf16, at multiples of 16 "
-                "bytes"
-            )
+        for weights in (gate_up, down):
+            is_transposed = down.dtype != MXFP4 and _is_whole(weights.mT)
+            if not _is_whole(weights) and not is_transposed:
+                return ValueError(
+                    "Hopper's kernel takes contiguous weights, or transposed bf16, at multiples of "
+                    "16 bytes"
+                )
         return problem_of_build(down.device)
 
     def trains(self, gate_up: Tensor, down: Tensor) -> bool:
-        return (
-            down.is_cuda
-            and down.dtype == torch.bfloat16
-            and self.problem_with(gate_up, down) is None
-        )
+        if not down.is_cuda or down.dtype != torch.bfloat16:
+            return False
+        return self.problem_with(gate_up, down) is None
 
     def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
         values, scales = weights
@@ -75,7 +76,10 @@ def _is_whole(tensor: Tensor) -> bool:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return tensor if _is_whole(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+    """The tensor, or a copy that TMA can read."""
+    if _is_whole(tensor):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 @functools.cache
@@ -83,10 +87,10 @@ def problem_of_build(device: torch.device) -> Exception | None:
     """Why our kernels do not run there, as if compiled for other GPUs. A lack of memory is no
     reason, and is raised.
     """
+    # The least product shows it.
     ends = torch.tensor([8], dtype=torch.int32, device=device)
-    rows, weights = (
-        torch.ones(shape, dtype=torch.bfloat16, device=device) for shape in ((8, 8), (1, 8, 8))
-    )
+    rows = torch.ones(8, 8, dtype=torch.bfloat16, device=device)
+    weights = torch.ones(1, 8, 8, dtype=torch.bfloat16, device=device)
     try:
         ops.hopper_gemm(rows, weights, ends)
     except torch.OutOfMemoryError:

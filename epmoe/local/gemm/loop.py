@@ -30,16 +30,17 @@ class Loop(Gemm):
         out = values.new_empty(len(rows[0]), values.shape[1], dtype=product_dtype(values))
         plain = plain_rows(rows, out.dtype)
         for i, (start, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
-            if start < end:
-                expert = (
-                    values[i]
-                    if scales is None
-                    else dequantize_weights(values[i], scales[i], out.dtype)
-                )
-                self._multiply_by(expert, plain[start:end], out[start:end])
+            if start >= end:
+                continue
+            # One expert at a time, since plain weights of all take more memory.
+            expert = values[i]
+            if scales is not None:
+                expert = dequantize_weights(expert, scales[i], out.dtype)
+            self._multiply_by(expert, plain[start:end], out[start:end])
         return out
 
     def _multiply_by(self, expert: Tensor, rows: Tensor, out: Tensor) -> None:
+        """rows [n, k] · expert [m, k]ᵀ → out [n, m]"""
         torch.mm(rows, expert.T, out=out)
 
     def multiply_for_weights(self, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from torch import Tensor
 from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows, plain_weights
 from epmoe.local.weight_formats import plain_shape, product_dtype
 
-_STRIDE_BYTES = 16  # strides must be multiples of it; in a backward pass rows become columns
+# Strides must be multiples of it. In a backward pass rows become columns.
+_STRIDE_BYTES = 16
 
 
 class TorchGrouped(Gemm):
@@ -24,12 +25,10 @@ class TorchGrouped(Gemm):
         none = torch.zeros(down.shape[0], dtype=torch.int32, device=down.device)
         try:
             for weights in (gate_up, down):
-                if (
-                    product_dtype(weights) != weights.dtype
-                ):  # becomes contiguous as it is dequantized
-                    weights = torch.empty(
-                        plain_shape(weights), dtype=product_dtype(weights), device="meta"
-                    )
+                # Weights become contiguous as they are dequantized.
+                dtype = product_dtype(weights)
+                if dtype != weights.dtype:
+                    weights = torch.empty(plain_shape(weights), dtype=dtype, device="meta")
                 row = weights.new_zeros(1, weights.shape[2])
                 F.grouped_mm(row, weights.transpose(1, 2), offs=none.to(weights.device))
         except (RuntimeError, ValueError) as error:
@@ -37,14 +36,15 @@ class TorchGrouped(Gemm):
         return None
 
     def trains(self, gate_up: Tensor, down: Tensor) -> bool:
-        sizes = (size * w.element_size() for w in (gate_up, down) for size in w.shape[1:])
-        return (
-            all(size % _STRIDE_BYTES == 0 for size in sizes)
-            and self.problem_with(gate_up, down) is None
-        )
+        for weights in (gate_up, down):
+            for size in weights.shape[1:]:
+                if size * weights.element_size() % _STRIDE_BYTES:
+                    return False
+        return self.problem_with(gate_up, down) is None
 
     def is_capturable(self, weights: Tensor) -> bool:
-        return product_dtype(weights) == torch.bfloat16  # of others torch makes a loop
+        # For other dtypes torch loops over the experts.
+        return product_dtype(weights) == torch.bfloat16
 
     def is_traceable(self, rows: Tensor, weights: Tensor) -> bool:
         return rows.dtype == weights.dtype == torch.bfloat16

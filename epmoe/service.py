@@ -1186,7 +1186,9 @@ class ExpertParallel(HoldsWindows):
         self._dead = 0
         self._layouts[self.generation] = exchange.layout
         # Its experts, and what its layers keep for them.
-        self.versions.compare([request.versions for request in agreed.requests], joined.whole)
+        self.versions.compare(
+            [request.versions for request in agreed.requests], joined.keeps_weights
+        )
         exchange.templates.check_weights = self.versions.check
         if terms.config.placement.live:
             assert isinstance(exchange, NodeExchange)

@@ -31,13 +31,13 @@ constexpr int kStages = STAGES;
 constexpr int kStageBytes = kWeightBytes + kMostTokens * kLineBytes;
 // Of a stage: scales of the tokens, then those of both weight blocks.
 constexpr int kStageScales = kMostTokens + 4;
-// Warps: two warpgroups multiply, one warp loads weights, one loads rows, one announces h.
+// Warps: two warpgroups multiply; of the third one warp loads weights, one rows, one scales, and one
+// claims tiles and announces h.
 constexpr int kMultipliers = 2 * kWarpgroup;
 constexpr int kMathWarps = kMultipliers / 32;
 constexpr int kThreads = 3 * kWarpgroup;
-constexpr int kWeightsWarp = kMathWarps;
-constexpr int kRowsWarp = kMathWarps + 1;
-constexpr int kAnnouncingWarp = kMathWarps + 2;
+enum Role { kLoadsWeights = kMathWarps, kLoadsRows, kLoadsScales, kClaims };
+constexpr int kConsumers = kMathWarps + 4;  // warps that read a turn
 // Products on their way out: h of a tile, or 64 outputs of 64 tokens for each warpgroup.
 constexpr int kLeavingBytes = kMostTokens * kLineBytes;
 constexpr int kLeavingOfGroup = kLeavingBytes / 2 / 1024 * 1024;
@@ -58,7 +58,7 @@ struct Turn {
   int32_t column;      // in blocks of 128 columns of h or 256 outputs
   int32_t token_tile;  // of all experts
   int32_t down;        // 0: gate and up; 1: down; -1: there is no more
-  int32_t unused;
+  int32_t together;    // whether both blocks of a cluster have the same weights
 };
 using Stages = Ring<kStages, kStageBytes>;
 using Queue = Ring<kQueue, sizeof(Turn)>;
@@ -91,40 +91,47 @@ __device__ __forceinline__ void arrive_at(int32_t number, int32_t threads) {
 }
 __device__ __forceinline__ int32_t ceil_of(int32_t a, int32_t b) { return (a + b - 1) / b; }
 
-// Which tile has a number. Tiles of gate and up come first.
+// Which tile has a number. Tiles of gate and up come first. Blocks of a cluster have neighbouring
+// numbers: the same weights and two token tiles of an expert, or, where it has only one, two tiles
+// of weights.
+template <int kCluster>
 struct Table {
-  int32_t e, across_h, across_out;
+  const ExpertsArgs& args;
   int32_t* first;  // [e + 1]: token tiles of the experts before
   int32_t* begin;  // [e]
   int32_t* count;  // [e]
 
-  __device__ __forceinline__ Table(const ExpertsArgs& args, int32_t* shared)
-      : e(args.segments.num_local_experts),
-        across_h(static_cast<int32_t>(args.F) / kHalfRows),
-        across_out(ceil_of(static_cast<int32_t>(args.D), 2 * kHalfRows)),
-        first(shared),
-        begin(shared + e + 1),
-        count(shared + 2 * e + 1) {}
+  __device__ __forceinline__ Table(const ExpertsArgs& given, int32_t* shared)
+      : args(given), first(shared), begin(shared + e() + 1), count(shared + 2 * e() + 1) {}
+  __device__ __forceinline__ int32_t e() const { return args.segments.num_local_experts; }
+  __device__ __forceinline__ int32_t across(bool down) const {
+    const int32_t tiles = down ? ceil_of(static_cast<int32_t>(args.D), 2 * kHalfRows)
+                               : static_cast<int32_t>(args.F) / kHalfRows;
+    return ceil_of(tiles, kCluster) * kCluster;
+  }
 
   // The whole block builds it.
-  __device__ __forceinline__ void build(const ExpertsArgs& args) const {
-    for (int32_t i = threadIdx.x; i < e; i += kThreads) {
+  __device__ __forceinline__ void build() const {
+    for (int32_t i = threadIdx.x; i < e(); i += kThreads) {
       SegmentRows rows = rows_of_expert(args.segments, args.N, i);
       begin[i] = rows.begin;
       count[i] = rows.count;
       first[i] = ceil_of(rows.count, kMostTokens);
+      if (first[i] > 1) first[i] = ceil_of(rows.count, kCluster * kMostTokens) * kCluster;
     }
     __syncthreads();
-    if (threadIdx.x < 32) lengths_to_starts(first, e, 1);
+    if (threadIdx.x < 32) lengths_to_starts(first, e(), 1);
     __syncthreads();
   }
+  __device__ __forceinline__ int32_t size() const {
+    return first[e()] * (across(false) + across(true));
+  }
   __device__ __forceinline__ Turn operator[](int32_t number) const {
-    const int32_t all = first[e];
     Turn turn = {};
-    turn.down = number >= all * across_h;
-    if (turn.down) number -= all * across_h;
-    const int32_t across = turn.down ? across_out : across_h;
-    turn.expert = segment_at(first, e, number / across);
+    turn.down = number >= first[e()] * across(false);
+    if (turn.down) number -= first[e()] * across(false);
+    const int32_t across = this->across(turn.down);
+    turn.expert = segment_at(first, e(), number / across);
     const int32_t parts = first[turn.expert + 1] - first[turn.expert];
     const int32_t i = number - first[turn.expert] * across;
     const int32_t part = i % parts;
@@ -133,26 +140,137 @@ struct Table {
     turn.width = ceil_of(ceil_of(count[turn.expert], parts), kTokenStep) * kTokenStep;
     const int32_t before = part * turn.width;
     turn.row = begin[turn.expert] + before;
-    turn.count = min(turn.width, count[turn.expert] - before);
+    turn.count = max(min(turn.width, count[turn.expert] - before), 0);
+    turn.together = kCluster > 1 && parts > 1;
     return turn;
   }
-  __device__ __forceinline__ int32_t size() const { return first[e] * (across_h + across_out); }
 };
 
+// Addresses in another block of the cluster, and arrivals there.
+__device__ __forceinline__ uint32_t address_in(uint32_t address, uint32_t block) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
+  return there;
+}
+__device__ __forceinline__ void arrive_in_cluster(uint32_t there) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(there)
+               : "memory");
+}
+template <int kCluster>
+__device__ __forceinline__ uint32_t block_in_cluster() {
+  uint32_t rank = 0;
+  if (kCluster > 1) asm volatile("mov.u32 %0, %cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+template <int kCluster>
+__device__ __forceinline__ void sync_cluster() {
+  if (kCluster == 1) return;
+  asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// A warp has no use for the stage any more, and so says to all that may fill it.
+template <int kCluster>
+__device__ __forceinline__ void release_stage(Stages& ring) {
+  const uint32_t empty = shared_address(&ring.empty[ring.turn % kStages]);
+  if (kCluster == 1) {
+    if (threadIdx.x % 32 == 0) arrive(&ring.empty[ring.turn % kStages]);
+  } else if (threadIdx.x % 32 < kCluster) {
+    arrive_in_cluster(address_in(empty, threadIdx.x % 32));
+  }
+  ++ring.turn;
+}
+
+// Turns, from the first block of a cluster to the warps of all.
+template <int kCluster>
+struct Turns {
+  Shared& shared;
+  Queue queue;
+
+  __device__ __forceinline__ Turns(Shared& shared)
+      : shared(shared),
+        queue(reinterpret_cast<const char*>(shared.queue), shared.queue_mbarriers, 1,
+              kConsumers * kCluster) {}
+  __device__ __forceinline__ const Turn& wait() const {
+    const uint32_t full = shared_address(queue.filled());
+    uint32_t done = 0;
+    while (!done)
+      asm volatile(
+          "{\n\t.reg .pred done;\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, "
+          "[%1], %2;\n\tselp.u32 %0, 1, 0, done;\n\t}"
+          : "=r"(done)
+          : "r"(full), "r"(queue.turn / kQueue & 1)
+          : "memory");
+    return shared.queue[queue.turn % kQueue];
+  }
+  // One lane of a warp that has read the turn.
+  __device__ __forceinline__ void done() {
+    const uint32_t empty = shared_address(&queue.empty[queue.turn % kQueue]);
+    if (kCluster == 1)
+      arrive(&queue.empty[queue.turn % kQueue]);
+    else
+      arrive_in_cluster(address_in(empty, 0));
+  }
+  __device__ __forceinline__ void advance() { ++queue.turn; }
+};
+
+// One thread claims tiles for the cluster.
+template <int kCluster>
+struct Claims {
+  const Table<kCluster>& table;
+  Shared& shared;
+  Queue queue;  // its turn is the next to be told
+  int32_t next;
+  bool more = true;
+
+  __device__ __forceinline__ void claim() {
+    next = atomicAdd(table.args.counters, 1);
+  }
+  __device__ __forceinline__ void tell() {
+    if (!more) return;
+    const int32_t number = next * kCluster;
+    more = number < table.size();
+    if (more) claim();
+    queue.wait_empty();
+    for (uint32_t block = 0; block < kCluster; ++block) {
+      Turn turn = {};
+      turn.down = -1;
+      if (more) turn = table[number + block];
+      if (kCluster == 1) {
+        shared.queue[queue.turn % kQueue] = turn;
+        arrive(queue.filled());
+        continue;
+      }
+      const uint32_t to = address_in(queue.stage(), block);
+      const int4* words = reinterpret_cast<const int4*>(&turn);
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        asm volatile("st.shared::cluster.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(to + 16 * i),
+                     "r"(words[i].x), "r"(words[i].y), "r"(words[i].z), "r"(words[i].w)
+                     : "memory");
+      arrive_in_cluster(address_in(shared_address(queue.filled()), block));
+    }
+    ++queue.turn;
+  }
+};
+
+// 128 weight rows of a half, for this block or for both of the cluster.
+template <bool kForBoth>
 __device__ __forceinline__ void load_weights(const CUtensorMap& map, uint32_t to,
                                              uint64_t* mbarrier, int32_t k, int32_t row,
-                                             int32_t expert) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, "
-      "%4, %5, %6}], [%2];" ::"r"(to),
-      "l"(&map), "r"(shared_address(mbarrier)), "r"(k), "r"(row), "r"(0), "r"(expert)
-      : "memory");
-}
-__device__ __forceinline__ void expect_more(uint64_t* mbarrier, int32_t bytes) {
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(
-                   shared_address(mbarrier)),
-               "r"(bytes)
-               : "memory");
+                                             int32_t half, int32_t expert) {
+  if constexpr (kForBoth)
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::"
+        "cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
+        "l"(&map), "r"(shared_address(mbarrier)), "r"(k), "r"(row), "r"(half), "r"(expert),
+        "h"(static_cast<uint16_t>(3))
+        : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, "
+        "{%3, %4, %5, %6}], [%2];" ::"r"(to),
+        "l"(&map), "r"(shared_address(mbarrier)), "r"(k), "r"(row), "r"(half), "r"(expert)
+        : "memory");
 }
 __device__ __forceinline__ void copy_word(void* to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from)
@@ -163,39 +281,42 @@ __device__ __forceinline__ void arrive_after_copies(uint64_t* mbarrier) {
                : "memory");
 }
 
-// One thread claims tiles, tells the other warps, and loads weights.
-__device__ __forceinline__ void claim_and_load(const ExpertsArgs& args, const Table& table,
-                                               Shared& shared, Stages ring, Queue queue,
-                                               const CUtensorMap& gate_up,
-                                               const CUtensorMap& down) {
-  const int32_t size = table.size();
-#ifdef STATIC_TURNS
-  int32_t next = blockIdx.x;
-#else
-  int32_t next = atomicAdd(args.counters, 1);
-#endif
-  for (;; ++queue.turn) {
-    Turn turn = {};
-    turn.down = -1;
-    if (next < size) {
-      turn = table[next];
-#ifdef STATIC_TURNS
-      next += gridDim.x;
-#else
-      next = atomicAdd(args.counters, 1);
-#endif
-    }
-    queue.wait_empty();
-    shared.queue[queue.turn % kQueue] = turn;
-    arrive(queue.filled());
+__device__ __forceinline__ int32_t steps_of(const ExpertsArgs& args, const Turn& turn) {
+  return static_cast<int32_t>(turn.down ? args.F : args.D) / kLineBytes;
+}
+
+// One thread loads weights.
+template <int kCluster>
+__device__ __forceinline__ void load_all_weights(const ExpertsArgs& args, Stages ring,
+                                                 Turns<kCluster> turns,
+                                                 const CUtensorMap& gate_up,
+                                                 const CUtensorMap& down) {
+  constexpr int kHalfBytes = kWeightBytes / 2;
+  for (;; turns.advance()) {
+    const Turn& turn = turns.wait();
     if (turn.down < 0) return;
-    const CUtensorMap& map = turn.down ? down : gate_up;
-    const int32_t steps = static_cast<int32_t>(turn.down ? args.F : args.D) / kLineBytes;
+    const CUtensorMap* map = turn.down ? &down : &gate_up;
+    const int32_t steps = steps_of(args, turn);
+    // Halves are 128 rows apart, or a coordinate of their own.
     const int32_t row = turn.column * (turn.down ? 2 * kHalfRows : kHalfRows);
+    const int32_t row_step = turn.down ? kHalfRows : 0;
+    const int32_t half_step = turn.down ? 0 : 1;
+    const int32_t expert = turn.expert;
+    const bool together = turn.together;
+    turns.done();
+    const int32_t own = block_in_cluster<kCluster>();
     for (int32_t step = 0; step < steps; ++step, ++ring.turn) {
       ring.wait_empty();
       expect_bytes(ring.filled(), kWeightBytes);
-      load_weights(map, ring.stage(), ring.filled(), step * kLineBytes, row, turn.expert);
+      const int32_t k = step * kLineBytes;
+      if (kCluster > 1 && together) {
+        load_weights<true>(*map, ring.stage() + own * kHalfBytes, ring.filled(), k,
+                           row + own * row_step, own * half_step, expert);
+        continue;
+      }
+      load_weights<false>(*map, ring.stage(), ring.filled(), k, row, 0, expert);
+      load_weights<false>(*map, ring.stage() + kHalfBytes, ring.filled(), k, row + row_step,
+                          half_step, expert);
     }
   }
 }
@@ -211,90 +332,108 @@ __device__ __forceinline__ void await_h(const ExpertsArgs& args, const Turn& tur
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// A warp loads rows and scales.
-__device__ __forceinline__ void load_rows(const ExpertsArgs& args, const Table& table,
-                                          Shared& shared, Stages ring, Queue queue,
-                                          const CUtensorMap (&maps)[4]) {
-  const int32_t lane = threadIdx.x % 32;
-  for (;; ++queue.turn) {
-    queue.wait_filled();
-    const Turn turn = shared.queue[queue.turn % kQueue];
-    __syncwarp();
-    ++queue.turn;
-    queue.release(1);
-    --queue.turn;
+// One thread loads rows, and the scales of h.
+template <int kCluster>
+__device__ __forceinline__ void load_all_rows(const ExpertsArgs& args, Shared& shared, Stages ring,
+                                              Turns<kCluster> turns, const RowMaps& rows) {
+  for (;; turns.advance()) {
+    const Turn& turn = turns.wait();
     if (turn.down < 0) return;
-    const int32_t steps = static_cast<int32_t>(turn.down ? args.F : args.D) / kLineBytes;
-    const CUtensorMap& large = maps[turn.down ? 2 : 0];
-    const CUtensorMap& small = maps[turn.down ? 3 : 1];
-    if (turn.down && lane == 0) await_h(args, turn, table.across_h);
-    __syncwarp();
-    // Scales of both weight blocks: of the halves, or, where gates and ups lie by turns, of the
-    // warpgroups.
-    const float* weight_scales = args.gate_up_scales;
-    int32_t block_rows = static_cast<int32_t>(2 * args.F) / kHalfRows;
-    int32_t block_row = turn.column + lane * table.across_h;
-    if (args.interleaved) block_row = 2 * turn.column + lane;
-    if (turn.down) {
-      weight_scales = args.down_scales;
-      block_rows = static_cast<int32_t>(args.D) / kHalfRows;
-      block_row = 2 * turn.column + lane;
-    }
-    block_row = min(block_row, block_rows - 1);
-    weight_scales += (int64_t{turn.expert} * block_rows + block_row) * steps;
-    const float* h_scales =
-        args.h_scales + int64_t{turn.token_tile} * table.across_h * kMostTokens;
+    const bool down = turn.down;
+    const int32_t steps = steps_of(args, turn);
+    const int32_t width = turn.width;
+    const int32_t row = turn.row;
+    const CUtensorMap* large = &rows.maps[down ? 2 : 0];
+    const int32_t across_h = static_cast<int32_t>(args.F) / kHalfRows;
+    const float* h_scales = args.h_scales + int64_t{turn.token_tile} * across_h * kMostTokens;
+    if (down) await_h(args, turn, across_h);
+    turns.done();
     for (int32_t step = 0; step < steps; ++step, ++ring.turn) {
       ring.wait_empty();
-      float* scales = shared.scales[ring.turn % kStages];
-      const uint32_t to = ring.stage() + kWeightBytes;
-      if (lane < 2) copy_word(scales + kMostTokens + lane, weight_scales + step);
-      if (!turn.down)
-        for (int32_t t = lane; t < turn.width; t += 32) {
-          const int64_t row = min(turn.row + t, static_cast<int32_t>(args.N) - 1);
-          copy_word(scales + t, args.row_scales_NB + row * args.row_scales_stride + step);
-        }
-      if (lane == 0) {
-        expect_more(ring.filled(), turn.width * (kLineBytes + (turn.down ? 4 : 0)));
-        int32_t line = 0;
-        for (; line + kLargeBox <= turn.width; line += kLargeBox)
-          load_box(large, to + line * kLineBytes, ring.filled(), step * kLineBytes,
-                   turn.row + line, 0);
-        for (; line < turn.width; line += kTokenStep)
-          load_box(small, to + line * kLineBytes, ring.filled(), step * kLineBytes,
-                   turn.row + line, 0);
-        if (turn.down)
-          asm volatile(
-              "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
-              "[%3];" ::"r"(shared_address(scales)),
-              "l"(h_scales + step * kMostTokens), "r"(turn.width * 4),
-              "r"(shared_address(ring.filled()))
-              : "memory");
+      expect_bytes(ring.filled(), width * (kLineBytes + (down ? 4 : 0)));
+      uint32_t to = ring.stage() + kWeightBytes;
+      int32_t line = 0;
+      for (; line + kLargeBox <= width; line += kLargeBox, to += kLargeBox * kLineBytes)
+        load_box(*large, to, ring.filled(), step * kLineBytes, row + line, 0);
+      for (; line < width; line += kTokenStep, to += kTokenStep * kLineBytes)
+        load_box(large[1], to, ring.filled(), step * kLineBytes, row + line, 0);
+      if (!down) continue;
+      asm volatile(
+          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+          "[%3];" ::"r"(shared_address(shared.scales[ring.turn % kStages])),
+          "l"(h_scales), "r"(width * 4), "r"(shared_address(ring.filled()))
+          : "memory");
+      h_scales += kMostTokens;
+    }
+  }
+}
+
+// A warp loads the other scales: of rows, and of both weight blocks.
+template <int kCluster>
+__device__ __forceinline__ void load_all_scales(const ExpertsArgs& args, Shared& shared,
+                                                Stages ring, Turns<kCluster> turns) {
+  const int32_t lane = threadIdx.x % 32;
+  for (;; turns.advance()) {
+    const Turn& turn = turns.wait();
+    if (turn.down < 0) return;
+    const int32_t steps = steps_of(args, turn);
+    const int32_t count = turn.down ? 0 : turn.count;
+    // Weight blocks are those of the halves, or, where gates and ups lie by turns, of the
+    // warpgroups.
+    const float* weight_scales = turn.down ? args.down_scales : args.gate_up_scales;
+    const int32_t block_rows = static_cast<int32_t>(turn.down ? args.D : 2 * args.F) / kHalfRows;
+    int32_t block_row = 2 * turn.column + lane;
+    if (!turn.down && !args.interleaved) block_row = turn.column + lane * (block_rows / 2);
+    block_row = min(block_row, block_rows - 1);
+    weight_scales += (int64_t{turn.expert} * block_rows + block_row) * steps;
+    const float* row_scales =
+        args.row_scales_NB + (int64_t{turn.row} + lane) * args.row_scales_stride;
+    __syncwarp();
+    if (lane == 0) turns.done();
+    for (int32_t step = 0; step < steps; ++step, ++ring.turn) {
+      ring.wait_empty();
+      float* scales = shared.scales[ring.turn % kStages] + lane;
+      if (lane < 2) copy_word(scales + kMostTokens, weight_scales + step);
+      const float* from = row_scales + step;
+      for (int32_t t = lane; t < count; t += 32) {
+        copy_word(scales, from);
+        scales += 32;
+        from += 32 * args.row_scales_stride;
       }
-      __syncwarp();
       arrive_after_copies(ring.filled());
     }
   }
 }
 
-// A warp says that columns of h are written, while the others go on.
-__device__ __forceinline__ void announce_h(const ExpertsArgs& args, Shared& shared, Queue queue) {
-  for (;;) {
-    queue.wait_filled();
-    const Turn turn = shared.queue[queue.turn % kQueue];
+// A warp claims tiles, some ahead, and says that columns of h are written, while the others go on.
+template <int kCluster>
+__device__ __forceinline__ void claim_and_announce(const ExpertsArgs& args,
+                                                   const Table<kCluster>& table, Shared& shared,
+                                                   Turns<kCluster> turns) {
+  const bool claims = block_in_cluster<kCluster>() == 0 && threadIdx.x % 32 == 0;
+  const int32_t across_h = static_cast<int32_t>(args.F) / kHalfRows;
+  Claims<kCluster> claimed{table, shared, turns.queue, 0};
+  if (claims) {
+    claimed.claim();
+    claimed.tell();
+    claimed.tell();
+  }
+  for (;; turns.advance()) {
     __syncwarp();
-    ++queue.turn;
-    queue.release(1);
-    if (turn.down < 0) return;
-    if (turn.down) continue;
-    barrier(kWritten, kMultipliers + 32);
-    if (threadIdx.x % 32 == 0) {
+    const Turn& turn = turns.wait();
+    const int32_t down = turn.down;
+    const int32_t token_tile = turn.token_tile;
+    const bool real = turn.column < across_h;
+    __syncwarp();
+    if (down < 0) return;
+    if (threadIdx.x % 32 == 0) turns.done();
+    if (!down) barrier(kWritten, kMultipliers + 32);
+    if (!down && real && threadIdx.x % 32 == 0) {
       __threadfence();
-      asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(args.counters + 1 +
-                                                                   turn.token_tile)
+      asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(args.counters + 1 + token_tile)
                    : "memory");
     }
-    __syncwarp();
+    if (claims) claimed.tell();
   }
 }
 
@@ -341,7 +480,7 @@ __device__ __forceinline__ void write_h(const ExpertsArgs& args, Shared& shared,
   const int32_t h_column = turn.column * kHalfRows + group * 64 + warp * 16 + lane / 4;
   float gate_bias[2] = {};
   float up_bias[2] = {};
-  if (args.gate_up_bias) {
+  if (args.gate_up_bias && turn.column * kHalfRows < args.F) {
     const __nv_bfloat16* bias = args.gate_up_bias + int64_t{turn.expert} * 2 * args.F;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -384,7 +523,7 @@ __device__ __forceinline__ void write_h(const ExpertsArgs& args, Shared& shared,
     const float up = scale < kSmall ? 1.0f / kSmall : 1.0f;
     const float upscaled = scale * up;
     shared.divisors[threadIdx.x] = {upscaled, 1.0f / upscaled, up, scale};
-    if (static_cast<int32_t>(threadIdx.x) < turn.count)
+    if (static_cast<int32_t>(threadIdx.x) < turn.count && turn.column * kHalfRows < args.F)
       args.h_scales[(turn.token_tile * (args.F / kHalfRows) + turn.column) * kMostTokens +
                     threadIdx.x] = scale;
   }
@@ -417,7 +556,8 @@ __device__ __forceinline__ void write_h(const ExpertsArgs& args, Shared& shared,
   barrier(kAllMultipliers, kMultipliers);
   const int32_t part = threadIdx.x % 8;
   uint8_t* h = args.h_NF + turn.row * args.F + turn.column * kHalfRows + part * 16;
-  for (int32_t line = threadIdx.x / 8; line < turn.count; line += kMultipliers / 8)
+  const int32_t count = turn.column * kHalfRows < args.F ? turn.count : 0;
+  for (int32_t line = threadIdx.x / 8; line < count; line += kMultipliers / 8)
     *reinterpret_cast<uint4*>(h + line * args.F) =
         *reinterpret_cast<const uint4*>(shared.leaving + in_box(line, part));
   asm volatile("fence.proxy.async.global;" ::: "memory");
@@ -460,12 +600,12 @@ __device__ __forceinline__ void write_outputs(const ExpertsArgs& args, Shared& s
   }
 }
 
-template <int kWidth = kTokenStep>
+template <int kCluster, int kWidth = kTokenStep>
 __device__ __forceinline__ void multiply(const ExpertsArgs& args, Shared& shared, const Turn& turn,
                                          Stages& ring) {
   if constexpr (kWidth < kMostTokens)
     if (turn.width > kWidth)
-      return multiply<kWidth + kTokenStep>(args, shared, turn, ring);
+      return multiply<kCluster, kWidth + kTokenStep>(args, shared, turn, ring);
   constexpr bool kByTurns = PINGPONG && kWidth >= 64;
   const int32_t group = threadIdx.x / kWarpgroup;
   const int32_t steps = static_cast<int32_t>(turn.down ? args.F : args.D) / kLineBytes;
@@ -495,8 +635,7 @@ __device__ __forceinline__ void multiply(const ExpertsArgs& args, Shared& shared
       arrive_at(kTurnOf + (group ^ 1), kMultipliers);
     wgmma_wait<0>();
     promote(second, block, scales, second_weight);
-    ++ring.turn;
-    ring.release(1);
+    release_stage<kCluster>(ring);
   }
   if (turn.down) {
     write_outputs(args, shared, turn, 0, first);
@@ -508,6 +647,7 @@ __device__ __forceinline__ void multiply(const ExpertsArgs& args, Shared& shared
 
 #endif
 
+template <int kCluster>
 __global__ void __launch_bounds__(kThreads, 1)
     experts_kernel(const __grid_constant__ ExpertsArgs args,
                    const __grid_constant__ CUtensorMap gate_up,
@@ -516,15 +656,16 @@ __global__ void __launch_bounds__(kThreads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) char given[];
   Shared& shared = *reinterpret_cast<Shared*>(given);
-  // A stage is filled by the warp of weights, and by each lane of the warp of rows.
-  Stages ring(shared.stages, shared.stage_mbarriers, 1 + 32, kMathWarps);
-  Queue queue(reinterpret_cast<const char*>(shared.queue), shared.queue_mbarriers, 1,
-              kMathWarps + 2);
-  Table table(args, shared.table);
+  // A stage is filled by the threads for weights and rows, and by each lane for scales.
+  Stages ring(shared.stages, shared.stage_mbarriers, 2 + 32, kMathWarps * kCluster);
+  Turns<kCluster> turns(shared);
+  const Table<kCluster> table(args, shared.table);
+  sync_cluster<kCluster>();
   wait_for_predecessor();
   let_successor_start();
-  table.build(args);
+  table.build();
   const int32_t warp = threadIdx.x / 32;
+  const bool first_lane = threadIdx.x % 32 == 0;
 #ifdef CLOCKS
   long long cycles = clock64();
   uint64_t ns;
@@ -532,25 +673,27 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
   if (warp >= kMathWarps) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (warp == kWeightsWarp && threadIdx.x % 32 == 0)
-      claim_and_load(args, table, shared, ring, queue, gate_up, down);
-    else if (warp == kRowsWarp)
-      load_rows(args, table, shared, ring, queue, rows.maps);
-    else if (warp == kAnnouncingWarp)
-      announce_h(args, shared, queue);
+    if (warp == kLoadsWeights) {
+      if (first_lane) load_all_weights<kCluster>(args, ring, turns, gate_up, down);
+    } else if (warp == kLoadsRows) {
+      if (first_lane) load_all_rows<kCluster>(args, shared, ring, turns, rows);
+    } else if (warp == kLoadsScales) {
+      load_all_scales<kCluster>(args, shared, ring, turns);
+    } else {
+      claim_and_announce<kCluster>(args, table, shared, turns);
+    }
+    __syncwarp();
+    sync_cluster<kCluster>();
     return;
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-  if (PINGPONG && threadIdx.x >= kWarpgroup)
-    arrive_at(kTurnOf, kMultipliers);
-  for (;;) {
-    queue.wait_filled();
-    const Turn& turn = shared.queue[queue.turn % kQueue];
+  if (PINGPONG && threadIdx.x >= kWarpgroup) arrive_at(kTurnOf, kMultipliers);
+  for (;; turns.advance()) {
+    const Turn& turn = turns.wait();
     if (turn.down < 0) break;
-    multiply(args, shared, turn, ring);
+    multiply<kCluster>(args, shared, turn, ring);
     __syncwarp();
-    ++queue.turn;
-    queue.release(1);
+    if (first_lane) turns.done();
   }
 #ifdef CLOCKS
   if (threadIdx.x == 0 && args.clocks) {
@@ -560,12 +703,21 @@ __global__ void __launch_bounds__(kThreads, 1)
     args.clocks[2 * blockIdx.x + 1] = end - ns;
   }
 #endif
+  sync_cluster<kCluster>();
 #endif
 }
 
-// Weights [e, halves, rows, k], whose halves may lie by turns, in boxes of both halves.
+// Starts early, as its successor does.
+__global__ void clear_counters(int32_t* counters, int32_t count) {
+  wait_for_predecessor();
+  let_successor_start();
+  const int32_t i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < count) counters[i] = 0;
+}
+
+// Weights [e, halves, rows, k], whose halves may lie by turns, in boxes of 128 rows.
 cudaError_t describe_weights(CUtensorMap& map, const void* at, int64_t k, int64_t rows,
-                             int64_t halves, int64_t e, bool interleaved, int box_rows) {
+                             int64_t halves, int64_t e, bool interleaved) {
   static void* const encode = [] {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result;
@@ -579,8 +731,7 @@ cudaError_t describe_weights(CUtensorMap& map, const void* at, int64_t k, int64_
   cuuint64_t strides[] = {static_cast<cuuint64_t>(interleaved ? halves * k : k),
                           static_cast<cuuint64_t>(interleaved ? k : rows * k),
                           static_cast<cuuint64_t>(halves * rows * k)};
-  cuuint32_t box[] = {kLineBytes, static_cast<cuuint32_t>(box_rows),
-                      static_cast<cuuint32_t>(halves), 1};
+  cuuint32_t box[] = {kLineBytes, kHalfRows, 1, 1};
   cuuint32_t steps[] = {1, 1, 1, 1};
   CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
       &map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 4, const_cast<void*>(at), sizes, strides, box, steps,
@@ -591,7 +742,7 @@ cudaError_t describe_weights(CUtensorMap& map, const void* at, int64_t k, int64_
 
 }  // namespace
 
-int64_t token_tiles(int64_t N, int64_t e) { return e + N / kMostTokens; }
+int64_t token_tiles(int64_t N, int64_t e) { return 2 * e + N / kMostTokens; }
 int64_t h_scales_size(int64_t N, int64_t F, int64_t e) {
   return token_tiles(N, e) * (F / kHalfRows) * kMostTokens;
 }
@@ -605,21 +756,38 @@ cudaError_t experts(const ExpertsArgs& args, cudaStream_t stream) {
   CUtensorMap gate_up, down;
   RowMaps rows;
   if (cudaError_t error = describe_weights(gate_up, args.gate_up_e2FD, args.D, args.F, 2, e,
-                                           args.interleaved, kHalfRows))
+                                           args.interleaved))
     return error;
   if (cudaError_t error =
-          describe_weights(down, args.down_eDF, args.F, args.D, 1, e, false, 2 * kHalfRows))
+          describe_weights(down, args.down_eDF, args.F, args.D, 1, e, false))
     return error;
   for (int i = 0; i < 4; ++i)
     if (cudaError_t error =
             describe(rows.maps[i], i < 2 ? args.rows_ND : args.h_NF, i < 2 ? args.D : args.F,
                      args.N, 1, i % 2 ? kTokenStep : kLargeBox, 1))
       return error;
-  if (cudaError_t error = cudaMemsetAsync(
-          args.counters, 0, (1 + token_tiles(args.N, e)) * sizeof(int32_t), stream))
+  const int64_t counters = 1 + token_tiles(args.N, e);
+  if (cudaError_t error = launch(clear_counters, ceil_div(counters, 1024), 1024, 0, stream,
+                                 args.counters, static_cast<int32_t>(counters)))
     return error;
-  return launch(experts_kernel, device.multiprocessors, kThreads, shared_bytes(e), stream, args,
-                gate_up, down, rows);
+  auto* kernel = args.cluster == 2 ? experts_kernel<2> : experts_kernel<1>;
+  if (cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), device.index))
+    return error;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = args.cluster;
+  attributes[1].val.clusterDim.y = 1;
+  attributes[1].val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(device.multiprocessors / args.cluster * args.cluster);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = shared_bytes(e);
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  return cudaLaunchKernelEx(&config, kernel, args, gate_up, down, rows);
 }
 
 }  // namespace epmoe::cuda

@@ -24,6 +24,7 @@ struct ExpertsArgs {
   float* h_scales;
   int32_t* counters;
   __nv_bfloat16* out_ND;
+  int cluster;
   long long* clocks;
 };
 struct RowMaps {

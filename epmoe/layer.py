@@ -449,7 +449,7 @@ class MoELayer(nn.Module):
                 "`return_routing` needs an eager call: an operator of a graph returns y only"
             )
         if compiles and self.contexts:
-            from epmoe.training.between_graphs import between_graphs
+            from epmoe.local.between_graphs import between_graphs
 
             return between_graphs(
                 self.forward, x, num_tokens, routing=routing, adapter_ids=adapter_ids
@@ -462,7 +462,7 @@ class MoELayer(nn.Module):
                         "torch.export takes a call with gradients only where `num_rows` is a "
                         "number: export under torch.no_grad() or torch.inference_mode()"
                     )
-                from epmoe.training.between_graphs import between_graphs
+                from epmoe.local.between_graphs import between_graphs
 
                 y, routes = between_graphs(self._with_gradients, x, num_tokens, routing)
             else:

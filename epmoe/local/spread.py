@@ -7,10 +7,11 @@ dimension 0 is sharded. Other dimensions of the mesh have replicas, whose gradie
 
 from __future__ import annotations
 
-import functools
+import weakref
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
@@ -50,6 +51,11 @@ def local_view(value: Any, averages_over: int = 1) -> Any:
         return value
     if not (torch.is_grad_enabled() and value.requires_grad):
         return local
+    # torch's partitioner cannot tell the size of a mesh, which a graph with a DTensor holds.
+    if torch.compiler.is_compiling() and functorch_config.activation_memory_budget < 1:
+        from epmoe.local.between_graphs import between_graphs
+
+        return between_graphs(_LocalView.apply, value, averages_over)
     return _LocalView.apply(value, averages_over)
 
 
@@ -99,7 +105,7 @@ def add_hooks(module: nn.Module, *, views: bool) -> None:
         module.register_forward_pre_hook(_to_views)
         module.register_forward_hook(_to_parameters, always_call=True)
         # One that somebody has put in its place knows the module itself, and no replica.
-        vars(module).setdefault("forward", functools.partial(_forward_on_replica, module))
+        vars(module).setdefault("forward", _ForwardOnReplica(module))
 
 
 def _refuse_rows_of_others(
@@ -151,24 +157,35 @@ def _to_parameters(module: nn.Module, *_: object) -> None:
             del made[-1]
 
 
-def _forward_on_replica(module: nn.Module, *arguments: Any, **options: Any) -> Any:
-    """`forward` of a replica, whose parameters stay this rank's rows. A checkpoint in it computes
-    again in the backward pass, when the module itself has its DTensors.
+class _ForwardOnReplica:
+    """`forward` of a module, for a replica, whose parameters stay this rank's rows. A checkpoint in
+    it computes again in the backward pass, when the module itself has its DTensors.
     """
-    forward = type(module).forward
-    # Compiled checkpoints run no Python again, and without gradients nothing is computed again.
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return forward(module, *arguments, **options)
-    replicas = _replicas_of(module)
-    before = {owner: dict(vars(replica)) for owner, replica in replicas.items()}
-    try:
-        return forward(replicas[module], *arguments, **options)
-    finally:
-        # What the call has noted, such as a statistic, is the module's.
-        for owner, replica in replicas.items():
-            for name, value in vars(replica).items():
-                if before[owner].get(name, before) is not value:
-                    vars(owner)[name] = value
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)  # whose attribute this is
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        module = self._module()
+        assert module is not None
+        forward = type(module).forward
+        # Compiled checkpoints run no Python again, and without gradients nothing is computed again.
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return forward(module, *arguments, **options)
+        replicas = _replicas_of(module)
+        before = {owner: dict(vars(replica)) for owner, replica in replicas.items()}
+        try:
+            return forward(replicas[module], *arguments, **options)
+        finally:
+            # What the call has noted, such as a statistic, is the module's.
+            for owner, replica in replicas.items():
+                for name, value in vars(replica).items():
+                    if before[owner].get(name, before) is not value:
+                        vars(owner)[name] = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """That of a copy of the module belongs to the copy."""
+        return _ForwardOnReplica, (self._module(),)
 
 
 def _replicas_of(module: nn.Module) -> dict[nn.Module, nn.Module]:

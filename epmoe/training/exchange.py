@@ -40,7 +40,7 @@ def fits_graphs() -> bool:
     """Whether a graph of torch.compile may hold rounds. Its partitioner fails where it wants to run
     them twice: within a memory budget, and in a checkpoint.
     """
-    from epmoe.training.between_graphs import is_in_checkpoint
+    from epmoe.local.between_graphs import is_in_checkpoint
 
     return bool(functorch_config.activation_memory_budget >= 1) and not is_in_checkpoint()
 
@@ -200,7 +200,7 @@ class TrainingExchange:
         """
         if torch.compiler.is_compiling() and not fits_graphs():
             options = {"weights_on": weights_on, "num_rows": num_rows, "num_tokens": num_tokens}
-            from epmoe.training.between_graphs import between_graphs
+            from epmoe.local.between_graphs import between_graphs
 
             routed: Routed = between_graphs(
                 self.dispatch, x, ids, weights, **options, tag=tag, aligned=aligned

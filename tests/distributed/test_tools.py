@@ -871,6 +871,18 @@ def test_placements_that_no_dtensor_has_only_serve(size, placement):
                 prepare(block)
 
 
+def test_memory_without_values_is_drawn_as_the_page_says(ep):
+    """torch's `nn.init` gives all ranks the same experts on CPUs."""
+    page = PAGE.read_text(encoding="utf-8")
+    [draw] = re.findall(r"`(weight\.to_local\(\)\.normal_\(.+?\))`\. Replicas", page)
+    model = Model("grouped", ep).to("meta").to_empty(device="cpu")
+    for block in model.blocks:
+        weight = block.moe.experts.w_down
+        with torch.no_grad():
+            eval(draw, {"weight": weight, "torch": torch, "seed": 3, "ep": ep})
+        assert is_spread(weight) and len(weight.full_tensor().flatten(1).unique(dim=0)) == E
+
+
 class OwnLayer(nn.Module):
     """A router and experts of a user, around a `TrainingExchange`."""
 

@@ -4,7 +4,9 @@ directions.
 
 from __future__ import annotations
 
+import copy
 import time
+import weakref
 from functools import partial
 from random import Random
 
@@ -167,3 +169,10 @@ def test_a_checkpoint_within_own_experts(make_ep, size, reentrant, is_parametriz
         assert module.calls == calls
     for got, want in zip(module.parameters(), alone.parameters(), strict=True):
         assert torch.equal(got.grad.to_local(), want.grad)
+    if not is_parametrized:
+        other = copy.deepcopy(module)
+        y = other(x)
+        assert (module.calls, other.calls) == (2, 3) and torch.equal(y, module(x))
+        gone = weakref.ref(other)
+        del other, y
+        assert gone() is None, "no cycle keeps its memory"

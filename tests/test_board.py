@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import long
+from helpers import Interrupted, long
 from waits import LONG_S, SOON_S
 
 from epmoe.group import board
@@ -281,3 +282,18 @@ def test_a_process_that_computes_and_has_not_called_is_waited_for():
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_presence_that_a_handler_interrupts_raises_what_the_handler_does(tmp_path, monkeypatch):
+    """Python's Thread.start raises KeyError then, where the thread has begun."""
+    start = threading._start_new_thread
+
+    def start_and_interrupt(*arguments: object) -> None:
+        start(*arguments)
+        time.sleep(0.1)
+        raise Interrupted
+
+    for owner, name in ((threading, "_start_new_thread"), (board, "start_new_thread")):
+        monkeypatch.setattr(owner, name, start_and_interrupt, raising=False)
+    with pytest.raises(Interrupted):
+        Presence(Board(OutlivingStore(tmp_path), "x"), "there")

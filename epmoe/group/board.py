@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 import weakref
+from _thread import start_new_thread
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import count
-from threading import Thread
 
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -71,9 +71,8 @@ class Presence:
 
     def __init__(self, board: Board, key: object) -> None:
         self.ended = False
-        Thread(
-            target=_show, args=(weakref.ref(self), board, key), daemon=True, name="epmoe-presence"
-        ).start()
+        # Thread.start raises KeyError where a signal handler raises in it.
+        start_new_thread(_show, (weakref.ref(self), board, key))
 
 
 def sign_of_life() -> str:

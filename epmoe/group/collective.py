@@ -53,7 +53,7 @@ def all_ranks(eps: Sequence[Member], group: dist.ProcessGroup | None = None) -> 
         return
     made = list[dist.ProcessGroup]()
     options = {"backend": "gloo", "timeout": timedelta(seconds=timeout_s)}
-    # Made on all ranks or on none, whatever a signal handler raises: the others connect to this one.
+    # Made on all ranks or on none, whatever a signal handler raises: others connect to this one.
     making = Whole(lambda: made.append(dist.new_group(**options)))
     is_given = False
     try:

@@ -31,6 +31,8 @@ from epmoe.group.store import OutlivingStore
 
 SIGNALLED = 0.4
 """So often a signal comes into a call that may have one."""
+ANSWER_S = 60.0
+"""A rank that takes longer hangs."""
 LATEST = 1.2
 """Of the usual time of a call: the last moment of a signal, which comes too late then."""
 
@@ -180,7 +182,11 @@ class Act:
         return self.outcomes(what, living)
 
     def outcomes(self, what: str, names: list[int]) -> dict[int, Outcome]:
-        outcomes = dict(zip(names, self.host.results(names, 120.0), strict=True))
+        for name in names:
+            if not self.host.pipes[name].poll(ANSWER_S):
+                self.host.signal(name, signal.SIGUSR1)
+                raise AssertionError(f"{what}: process {name} hangs, and says where above")
+        outcomes = dict(zip(names, self.host.results(names), strict=True))
         for name, outcome in outcomes.items():
             assert isinstance(outcome, Outcome), f"{what} on rank {name}: {outcome}"
             self._look_at(what, name, outcome)

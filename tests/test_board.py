@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Interrupted, long
+from helpers import long
 from waits import LONG_S, SOON_S
 
 from epmoe.group import board
@@ -291,9 +291,9 @@ def test_a_presence_that_a_handler_interrupts_raises_what_the_handler_does(tmp_p
     def start_and_interrupt(*arguments: object) -> None:
         start(*arguments)
         time.sleep(0.1)
-        raise Interrupted
+        raise InterruptedError
 
     for owner, name in ((threading, "_start_new_thread"), (board, "start_new_thread")):
         monkeypatch.setattr(owner, name, start_and_interrupt, raising=False)
-    with pytest.raises(Interrupted):
+    with pytest.raises(InterruptedError):
         Presence(Board(OutlivingStore(tmp_path), "x"), "there")

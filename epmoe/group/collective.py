@@ -52,9 +52,9 @@ def all_ranks(eps: Sequence[Member], group: dist.ProcessGroup | None = None) -> 
         yield Peers.of(group, timeout_s)
         return
     made = list[dist.ProcessGroup]()
-    options = {"backend": "gloo", "timeout": timedelta(seconds=timeout_s)}
+    timeout = timedelta(seconds=timeout_s)
     # Made on all ranks or on none, whatever a signal handler raises: others connect to this one.
-    making = Whole(lambda: made.append(dist.new_group(**options)))
+    making = Whole(lambda: made.append(dist.new_group(backend="gloo", timeout=timeout)))
     is_given = False
     try:
         with Peers.of(dist.group.WORLD).waiting():

@@ -273,7 +273,7 @@ class Act:
         for name in new:
             moment = self.moment("join") if signalled and name == one else None
             self.host.start([name], call, moment, of_regroup, self.calls.join, self.board)
-        self.wait_for_arrivals(arrivals + len(new))
+        self.wait_for_arrivals(arrivals + len(new), new)
         for name in self.names:
             moment = self.moment("resize") if signalled and name == one else None
             self.host.start([name], call, moment, of_regroup, self.calls.resize, self.board, size)
@@ -325,10 +325,15 @@ class Act:
             self._arrivals += 1
         return self._arrivals
 
-    def wait_for_arrivals(self, count: int) -> None:
+    def wait_for_arrivals(self, count: int, new: list[int]) -> None:
         deadline = time.monotonic() + self.limit_s
         while self.arrivals() < count:
-            assert time.monotonic() < deadline, "no new rank arrives"
+            gone = [name for name in new if self.host.pipes[name].poll(0)]
+            assert not gone, f"new ranks do not wait: {self.host.results(gone)}"
+            if time.monotonic() > deadline:
+                for name in new:
+                    self.host.signal(name, signal.SIGUSR1)
+                raise AssertionError("a new rank does not arrive, and says where it is above")
             time.sleep(0.005)
 
     def kill(self, name: int, number: int = signal.SIGKILL) -> None:

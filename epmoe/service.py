@@ -1369,7 +1369,8 @@ def resize(
     them meanwhile. With `placement.live` their slots are empty, and `Balancer` or `ep.replace`
     fills them. To shrink, the ranks from `size` on leave. With `placement.live` moves that are
     under way end first, and experts whose copies all leave move to the ranks that stay. Where these
-    have too few slots for all experts, or a rank dies, `load_weights` gets the moves instead.
+    have too few slots for all experts, a rank dies, or the ranks sleep, `load_weights` gets the
+    moves instead.
 
     Args:
         ep: the ExpertParallel that is to have another size.
@@ -1397,7 +1398,9 @@ def resize(
     wanted = Wanted(1, size, last_call_s, timeout_s, backend, grow_s=wait_s, leaves=ep.rank >= size)
 
     def within() -> bool:
-        if ep.live is not None and size < ep.size:
+        # Windows have gone in sleep, or in an attempt that a signal handler has interrupted.
+        has_windows = ep._exchange is not None
+        if ep.live is not None and size < ep.size and has_windows:
             _hand_over(ep, size, balancer, weights)
         return regroup(ep, store, load_weights, wanted)
 

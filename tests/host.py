@@ -463,8 +463,9 @@ STEPS = {
     "opens its window": (epmoe.rail.opening, "open_window"),
     "has windows": (epmoe.rail.opening, "NodeExchange"),
     "confirms": (Meeting, "confirm"),
+    "leaves": (epmoe.ExpertParallel, "close"),
 }
-"""Steps of a rank on its way into a group."""
+"""Steps of a rank on its way into a group, or out of it."""
 
 
 def fail_in(state, step: str, fails: Callable[[], object]) -> None:

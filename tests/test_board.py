@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -154,10 +155,10 @@ def test_the_first_word_stays(tmp_path):
 
 
 def meet(folder: Path, rank: int, heard) -> None:
-    store = folder_store(folder)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    dist.init_process_group("gloo", store=folder_store(folder), rank=rank, world_size=2)
     total = torch.tensor([rank + 1.0])
-    dist.all_reduce(total)
+    # torch asks the store again, of which nobody but the library has a reference.
+    dist.all_reduce(total, group=dist.new_group([0, 1]))
     heard.put(total.item())
     dist.destroy_process_group()
 
@@ -281,3 +282,18 @@ def test_a_process_that_computes_and_has_not_called_is_waited_for():
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_presence_that_a_handler_interrupts_raises_what_the_handler_does(tmp_path, monkeypatch):
+    """Python's Thread.start raises KeyError then, where the thread has begun."""
+    start = threading._start_new_thread
+
+    def start_and_interrupt(*arguments: object) -> None:
+        start(*arguments)
+        time.sleep(0.1)
+        raise InterruptedError
+
+    for owner, name in ((threading, "_start_new_thread"), (board, "start_new_thread")):
+        monkeypatch.setattr(owner, name, start_and_interrupt, raising=False)
+    with pytest.raises(InterruptedError):
+        Presence(Board(OutlivingStore(tmp_path), "x"), "there")

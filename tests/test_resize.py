@@ -194,10 +194,12 @@ def resize_twice(state, folder: Path, where: str) -> list | bool:
     return ranks.resize(state, folder, 2)
 
 
-@pytest.mark.parametrize("where", [slow("decides"), "maps"])
-def test_a_signal_handler_raises(host, where):
+@pytest.mark.parametrize(
+    ("where", "moves"), [slow("decides", False), ("maps", False), ("has windows", True)]
+)
+def test_a_signal_handler_raises(host, where, moves):
     """The attempt ends for all, and all get into the next one once this rank calls again."""
-    names = ranks.serve(host, ranks=3)
+    names = host.begin(ranks.moving(3)) if moves else ranks.serve(host, ranks=3)
     host.do(names, import_this)
     host.start([1], resize_twice, host.folder, where)
     while where == "decides" and not (host.folder / "interrupted").exists():
@@ -206,6 +208,24 @@ def test_a_signal_handler_raises(host, where):
     host.start([0, 2], ranks.resize, host.folder, 2)
     assert [one is False for one in host.answers(names)] == [False, False, True]
     assert time.monotonic() - begin < SOON_S
+    host.play(names[:2])
+
+
+class LeftError(Exception):
+    """What a signal handler raises."""
+
+
+def interrupt() -> None:
+    raise LeftError
+
+
+def test_a_rank_that_was_interrupted_while_it_left(host):
+    """It has left, also where it calls again once the others have gone on."""
+    names = ranks.serve(host, ranks=3)
+    host.do([2], ranks.fail_in, "leaves", interrupt)
+    results = host.do(names, ranks.resize, host.folder, 2)
+    assert results[2] == "LeftError: "
+    assert host.do([2], ranks.resize, host.folder, 2) == [False]
     host.play(names[:2])
 
 
@@ -234,3 +254,13 @@ def test_a_new_rank_that_died_while_it_waited(host):
     host.signal(4, signal.SIGKILL)
     assert host.do(names, go_on_counted, host.folder) == [1] * 3
     host.play(names)
+
+
+def test_ranks_that_sleep_shrink(host):
+    """They hand nothing over: who stays loads what only the others have held, if anything."""
+    names = host.begin(ranks.moving(3))
+    host.do(names, ranks.sleep)
+    *_, left = host.succeed(names, ranks.resize, host.folder, 2)
+    assert left is False
+    ranks.all_held(host, names[:2])
+    host.play(names[:2])

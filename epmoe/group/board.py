@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 import weakref
+from _thread import start_new_thread
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from threading import Thread
+from itertools import count
 
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -76,9 +77,9 @@ class Presence:
 
     def __init__(self, board: Board, key: object) -> None:
         self.ended = False
-        # The thread must not keep this object alive.
-        arguments = (weakref.ref(self), board, key)
-        Thread(target=_show, args=arguments, daemon=True, name="epmoe-presence").start()
+        # The thread must not keep this object alive. Thread.start raises KeyError where a signal
+        # handler raises in it.
+        start_new_thread(_show, (weakref.ref(self), board, key))
 
 
 def sign_of_life() -> str:

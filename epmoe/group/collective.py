@@ -18,6 +18,7 @@ from epmoe.group.errors import EPTimeoutError
 from epmoe.group.member import Member
 from epmoe.group.peers import MissingRankError, Peers
 from epmoe.group.store import POLL_S
+from epmoe.group.waiting import Whole
 
 
 def peers_of(ep: Member) -> Peers:
@@ -62,12 +63,27 @@ def all_ranks(eps: Sequence[Member], group: dist.ProcessGroup | None = None) -> 
     if group is not None:
         yield Peers.of(group, timeout_s)
         return
-    with Peers.of(dist.group.WORLD).waiting():
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    made = list[dist.ProcessGroup]()
+    timeout = timedelta(seconds=timeout_s)
+    # Made on all ranks or on none, whatever a signal handler raises: others connect to this one.
+    making = Whole(lambda: made.append(dist.new_group(backend="gloo", timeout=timeout)))
+    is_given = False
     try:
-        yield Peers.of(group, timeout_s)
+        with Peers.of(dist.group.WORLD).waiting():
+            making.run()
+        peers = Peers.of(made[0], timeout_s)
+        is_given = True
+        yield peers
+    except BaseException:
+        making.settle()
+        if made and not is_given:
+            # The others wait in their first step.
+            with Peers.of(made[0], timeout_s).part():
+                raise
+        raise
     finally:
-        dist.destroy_process_group(group)
+        if made:
+            dist.destroy_process_group(made[0])
 
 
 @contextmanager

@@ -148,6 +148,9 @@ def regroup(
                 message = f"no group has formed within {wanted.timeout_s:g} s"
                 raise _timeout(message, cause) from cause
             outcome = meeting.outcome()
+            if outcome == FORMED and wanted.leaves:  # an earlier call has said so
+                ep.close()
+                return False
             if outcome == FORMED:
                 raise EPStateError("the others have gone on without this rank: a new one may join")
             if outcome == FAILED:  # here, or in an earlier call

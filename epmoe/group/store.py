@@ -43,7 +43,13 @@ def folder_store(folder: str | os.PathLike[str]) -> dist.Store:
     Raises:
         PermissionError: other users own the folder or can write into it.
     """
-    return OutlivingStore(folder)
+    store = OutlivingStore(folder)
+    _kept.append(store)
+    return store
+
+
+# torch calls a store of Python for each further group, and keeps none of them.
+_kept = list[dist.Store]()
 
 
 class OutlivingStore(dist.Store):

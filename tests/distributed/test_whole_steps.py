@@ -7,6 +7,7 @@ others still wait for it.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +15,9 @@ import torch.distributed as dist
 from exchanges import assert_y, make_tokens, run_round
 from helpers import ON_THE_CPU, Interrupted
 from interrupted_steps import Handler, of_all, outcome_of, steps_until_whole
+from waits import AT_ONCE_S
 
+from epmoe.group.collective import all_ranks
 from epmoe.group.peers import Peers
 
 
@@ -48,6 +51,39 @@ def test_any_exception_of_a_step_is_reported(rank, raised):
     if rank != 1:
         assert str(caught.value).startswith(f"rank 1: {raised.__name__}")
     assert ranks.all_gather(rank) == list(range(ranks.size))
+
+
+def test_the_group_of_a_checkpoint_wherever_a_handler_raises(rank, monkeypatch):
+    """All ranks have made it, or none of them waits for one that has not."""
+    made: list[None] = []
+    new_group = dist.new_group
+
+    def making(*arguments: object, **options: object) -> object:
+        made.append(None)
+        return new_group(*arguments, **options)
+
+    monkeypatch.setattr(dist, "new_group", making)
+
+    def step(begun: Callable[[], None]) -> None:
+        begun()
+        with all_ranks([]) as ranks, ranks.together():
+            assert ranks.all_gather(rank) == list(range(ranks.size))
+
+    def calls_again(begun: Callable[[], None]) -> None:
+        """Nobody has heard of what is raised before: the others wait for this rank."""
+        made.clear()
+        try:
+            step(begun)
+        except Interrupted:
+            if made:
+                raise
+            step(lambda: None)
+
+    start = time.monotonic()
+    for outcomes in steps_until_whole(rank, calls_again):
+        assert time.monotonic() - start < AT_ONCE_S, outcomes
+        start = time.monotonic()
+    assert set(outcomes) == {"whole"}
 
 
 @ON_THE_CPU

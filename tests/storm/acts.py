@@ -31,6 +31,8 @@ from epmoe.group.store import OutlivingStore
 
 SIGNALLED = 0.4
 """So often a signal comes into a call that may have one."""
+ANSWER_S = 60.0
+"""A rank that takes longer hangs."""
 LATEST = 1.2
 """Of the usual time of a call: the last moment of a signal, which comes too late then."""
 
@@ -180,7 +182,11 @@ class Act:
         return self.outcomes(what, living)
 
     def outcomes(self, what: str, names: list[int]) -> dict[int, Outcome]:
-        outcomes = dict(zip(names, self.host.results(names, 120.0), strict=True))
+        for name in names:
+            if not self.host.pipes[name].poll(ANSWER_S):
+                self.host.signal(name, signal.SIGUSR1)
+                raise AssertionError(f"{what}: process {name} hangs, and says where above")
+        outcomes = dict(zip(names, self.host.results(names), strict=True))
         for name, outcome in outcomes.items():
             assert isinstance(outcome, Outcome), f"{what} on rank {name}: {outcome}"
             self._look_at(what, name, outcome)
@@ -267,7 +273,7 @@ class Act:
         for name in new:
             moment = self.moment("join") if signalled and name == one else None
             self.host.start([name], call, moment, of_regroup, self.calls.join, self.board)
-        self.wait_for_arrivals(arrivals + len(new))
+        self.wait_for_arrivals(arrivals + len(new), new)
         for name in self.names:
             moment = self.moment("resize") if signalled and name == one else None
             self.host.start([name], call, moment, of_regroup, self.calls.resize, self.board, size)
@@ -319,10 +325,15 @@ class Act:
             self._arrivals += 1
         return self._arrivals
 
-    def wait_for_arrivals(self, count: int) -> None:
+    def wait_for_arrivals(self, count: int, new: list[int]) -> None:
         deadline = time.monotonic() + self.limit_s
         while self.arrivals() < count:
-            assert time.monotonic() < deadline, "no new rank arrives"
+            gone = [name for name in new if self.host.pipes[name].poll(0)]
+            assert not gone, f"new ranks do not wait: {self.host.results(gone)}"
+            if time.monotonic() > deadline:
+                for name in new:
+                    self.host.signal(name, signal.SIGUSR1)
+                raise AssertionError("a new rank does not arrive, and says where it is above")
             time.sleep(0.005)
 
     def kill(self, name: int, number: int = signal.SIGKILL) -> None:

@@ -4,6 +4,7 @@ may raise at a drawn moment, and tells what has become of it.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import signal
 import time
@@ -108,6 +109,8 @@ def prepare(state) -> None:
     if not hasattr(state, "begun"):
         state.begun = Begun()
         logging.getLogger("epmoe").setLevel(logging.ERROR)
+        # A rank that hangs is asked where.
+        faulthandler.register(signal.SIGUSR1)
 
 
 def call(

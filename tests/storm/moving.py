@@ -142,7 +142,8 @@ class Moving(Act):
 
     def sleep(self) -> None:
         self.together(sleep, signalled=False)
-        self.draw.choices([Moving.wake, Moving.die_asleep], [6, 1])[0](self)
+        awakes = [Moving.wake, Moving.die_asleep, Moving.resize]
+        self.draw.choices(awakes, [6, 1, 1])[0](self)
 
     def die_asleep(self) -> None:
         if len(self.names) > 1:

@@ -232,13 +232,11 @@ def load(state, version: int) -> None:
 
 
 @torch.no_grad()
-def put(state, number: int, seed: int | None) -> None:
-    for i, layer in enumerate(state.model.layers):
-        del i
-        adapter = None
-        if seed is not None:
-            adapter = adapter_models.adapter_of(factors(seed), E, list(range(E)), 1.0)
-        layer.put_adapter(number, adapter)
+def put(state, layer: int, number: int, seed: int | None) -> None:
+    adapter = None
+    if seed is not None:
+        adapter = adapter_models.adapter_of(factors(seed), E, list(range(E)), 1.0)
+    state.model.layers[layer].put_adapter(number, adapter)
 
 
 def sleep(state, offloads: bool) -> None:
@@ -461,7 +459,7 @@ class Served(Act):
     def put(self) -> None:
         number = self.draw.randrange(NUMBERS)
         seed = None if self.draw.random() < 0.3 else self.draw.randrange(20)
-        self.together(put, number, seed)
+        self._put(number, seed)
         self.adapters.pop(number, None)
         if seed is not None:
             self.adapters[number] = seed
@@ -487,7 +485,7 @@ class Served(Act):
         kill = self.in_a_while(lambda: self.kill(victim))
         calls = [
             lambda: self.rounds(10, signalled=False, meanwhile=kill),
-            lambda: self.all_call(put, 0, 7, signalled=False, meanwhile=kill),
+            lambda: self.all_call(put, 0, 0, 7, signalled=False, meanwhile=kill),
             lambda: self.all_call(
                 recover, self.board, again=of_regroup, signalled=False, meanwhile=kill
             ),
@@ -509,10 +507,14 @@ class Served(Act):
     def joined(self) -> None:
         """A rank that joins has no adapters, and others may have lost theirs."""
         for number in range(NUMBERS):
-            self.together(put, number, None, signalled=False)
+            self._put(number, None, signalled=False)
             seed = self.adapters.get(number)
             if seed is not None:
-                self.together(put, number, seed, signalled=False)
+                self._put(number, seed, signalled=False)
+
+    def _put(self, number: int, seed: int | None, signalled: bool | None = None) -> None:
+        for layer in range(LAYERS):
+            self.together(put, layer, number, seed, signalled=signalled)
 
     def save(self) -> None:
         self.saved = self.together(save)[0]

@@ -66,6 +66,7 @@ ranks = rm -rf build/ranks/$@; echo "== $(1) ranks"; \
 unit: setup  ## tests of one process, on up to four cores
 	$(UNIT) $(MARK)
 
+# The files that import transformers: the ranks of `core` need not.
 INTEGRATIONS := $(foreach name,compile trainer transformers transformers_static transformers_training,tests/distributed/test_$(name).py)
 
 core: export EPMOE_FUZZ_CONFIGS := 15

@@ -42,6 +42,7 @@ def weights_of(e: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tens
     """[e, n, k], and scales of blocks for fp8."""
     if dtype != FP8:
         return torch.randn(e, n, k, dtype=dtype) / k**0.5, None
+    # Random bits, without the ones that make large values or NaN.
     codes = torch.randint(256, (e, n, k), dtype=torch.uint8) & 0xB7  # values below 2, no NaN
     return codes.view(FP8), torch.rand(e, n // 128, k // 128) / k**0.5
 
@@ -50,16 +51,19 @@ def routed(weights: Weights, T: int, E: int, K: int, kind: Kind, seed: int) -> t
     """A call of the first half of the experts with rows of 2 · T tokens, and the indices of its
     real rows.
     """
+    # The routing is drawn on the CPU, where one seed has the same bits everywhere.
     (e, D, _) = weights.down.shape
     dtype = weights.down.dtype
     with torch.device("cpu"):
         ids = simulate_logits(kind, 2 * T, E, seed=seed).topk(K).indices.to(weights.down.device)
+    # This rank holds the first experts; rows of the others are left out.
     expert_map = torch.arange(E, dtype=torch.int32)
     expert_map[e:] = -1
     given = permute(
         torch.randn(2 * T, D, dtype=torch.bfloat16), ids, expert_map, e, alignment=ALIGNMENT
     )
     segments = Segments(given.expert_offsets, given.tokens_per_expert, ALIGNMENT, 2 * T * K / E)
+    # Kernels in fp8 take rows that are quantized already.
     rows, scales = (
         (given.rows, None)
         if dtype != FP8
@@ -83,6 +87,7 @@ def times(layers: Sequence[Weights], T: int, E: int, K: int, kind: Kind) -> list
 
     for name in NAMES:  # DeepGEMM compiles in its first call
         serve(name)
+    # Outputs are NaN before a replay: what a kernel does not write shows.
     graphs = [captured(partial(serve, name)) for name in NAMES]
     outputs = []
     for graph, outs in graphs:
@@ -90,14 +95,17 @@ def times(layers: Sequence[Weights], T: int, E: int, K: int, kind: Kind) -> list
             out.fill_(torch.nan)
         graph.replay()
         outputs.append(torch.cat([out[rows] for out, rows in zip(outs, real, strict=True)]).float())
+    # All kernels must agree with the last one, up to their rounding.
     for name, got in zip(NAMES, outputs, strict=True):
         off = (got - outputs[-1]).norm() / outputs[-1].norm()
         if not off <= MOST_OFF:
             raise RuntimeError(f"{name} is off by {off:.2g}")
+    # Kernels take turns, so that clocks and temperature are the same for all.
     taken: list[list[float]] = [[] for _ in NAMES]
     for _ in range(REPLAYS):
         for (graph, _), samples in zip(graphs, taken, strict=True):
             samples.append(elapsed_us(partial(replay_twice, graph)) / 2 / len(layers))
+    # What takes twice the least is no candidate, and its cell stays empty.
     us = list(map(statistics.median, taken))
     return [each if each <= 2 * min(us) else None for each in us]
 
@@ -107,6 +115,7 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_default_device("cuda")
     torch.set_grad_enabled(False)
     torch.manual_seed(1)
+    # Words beside the option name configurations.
     kind: Kind = "zipf" if "--zipf" in arguments else "uniform"
     for name in [each for each in arguments if each != "--zipf"] or CONFIGS:
         model = EPConfig.load(name).model
@@ -116,10 +125,12 @@ def main(arguments: Sequence[str]) -> None:
         F = model.intermediate_size
         assert F is not None
         for dtype in (FP8, torch.bfloat16):
+            # A model whose sizes these kernels do not take has no line.
             if GEMMS[FEW].problem_with(
                 *(torch.empty(E // 2, *shape, dtype=dtype) for shape in ((2 * F, D), (D, F)))
             ):
                 continue
+            # As many layers as it takes to push the weights of the first out of the cache.
             count = max(WEIGHTS_BYTES // (3 * E // 2 * D * F * dtype.itemsize), 1)
             given = [
                 (*weights_of(E // 2, 2 * F, D, dtype), *weights_of(E // 2, D, F, dtype))
@@ -129,6 +140,7 @@ def main(arguments: Sequence[str]) -> None:
                 Weights(gate_up, down, gate_up_scales, down_scales, None, None, SWIGLU)
                 for gate_up, gate_up_scales, down, down_scales in given
             ]
+            # T such that an expert of this rank has n rows on average.
             cells = [times(layers, max(int(n * E / (2 * K)), 1), E, K, kind) for n in COUNTS]
             print(f"| {name}, {str(dtype)[6:]} |", end="")
             for cell in cells:

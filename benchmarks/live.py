@@ -27,13 +27,17 @@ from epmoe.bench.sample import Sample
 from epmoe.bench.sides import Fused
 from epmoe.bench.timing import captured, elapsed_us, rounds_in_turns
 
+# DeepSeek-V3's layer: hidden size, inner size, experts, experts of a token.
 D = 7168
 F = 2048
 E = 256
 K = 8
+# The most tokens of a rank in one round.
 M = 1024
 LAYERS = 58
+# Weights of one expert in fp8, with their scales.
 EXPERT_BYTES = 44 << 20
+# What is measured how often.
 SAMPLES = 41
 ROUNDS = 50
 PUSHES = 20
@@ -69,6 +73,7 @@ def make(live: bool, size: int, spare: int) -> ExpertParallel:
 
 def decoder(ep: ExpertParallel) -> tuple[torch.cuda.CUDAGraph, list[MoELayer]]:
     """One step of the layers of a decoder that have experts, and these layers."""
+    # Each rank has tokens of its own, and all ranks the same router.
     draw = torch.Generator().manual_seed(ep.rank)
     x = torch.randn(STEP_TOKENS, D, generator=draw).bfloat16().cuda()
     router = (
@@ -79,6 +84,7 @@ def decoder(ep: ExpertParallel) -> tuple[torch.cuda.CUDAGraph, list[MoELayer]]:
         MoELayer(ep, router, copy.deepcopy(experts)).requires_grad_(False)
         for _ in range(STEP_LAYERS)
     ]
+    # Kernels load in a first call, which no graph may contain.
     for layer in layers:
         layer(x)
     return captured(lambda: [layer(x) for layer in layers])[0], layers
@@ -90,6 +96,7 @@ def steps(
     """Times of decode steps in µs while `moving()`, or `STEPS` of them. Ranks agree on the end."""
     times: list[float] = []
     for _ in range(STEPS):
+        # The host polls after each step, as a server does.
         times.append(elapsed_us(graph.replay))
         ep.poll()
         going = torch.tensor([int(moving())])
@@ -113,6 +120,7 @@ def main() -> None:
     rank = dist.get_rank()
     size = dist.get_world_size()
     spare = int(size > 1) if spare is None else spare
+    # Two sets of windows over the same ranks: experts that stay, and experts that move.
     stays = make(False, size, spare)
     live = make(True, size, spare)
 
@@ -121,6 +129,7 @@ def main() -> None:
             print(line, flush=True)
 
     say(f"{size} × {torch.cuda.get_device_name()}")
+    # What a round costs that counts its tokens by quota.
     for T in (1, 16, 128, 1024):
         sides = [Fused(ep, Sample(ep.config, rank, T, device=ep.device)) for ep in (stays, live)]
         without, with_quotas = rounds_in_turns(sides, SAMPLES, dist.group.WORLD, ROUNDS)
@@ -128,6 +137,7 @@ def main() -> None:
             f"a round of {T} tokens: {without:.2f} µs where experts stay, {with_quotas:.2f} µs "
             "with quotas"
         )
+    # What a change of the tables costs the stream.
     experts = live.live
     assert experts is not None
     mail = experts.mail
@@ -144,6 +154,7 @@ def main() -> None:
         "the stream"
     )
     if size > 1:
+        # How fast weights travel, while all ranks push to their neighbour.
         weights = torch.randn(EXPERT_BYTES // 4, device="cuda").view(torch.uint8)
         torch.cuda.synchronize()
         dist.barrier()
@@ -153,12 +164,15 @@ def main() -> None:
         mail.flush()
         rate = PUSHES * EXPERT_BYTES / slowest(time.perf_counter() - started) / 1e9
         say(f"pushes of {EXPERT_BYTES >> 20} MiB: {rate:.0f} GB/s, all ranks at once")
+        # Decode steps before any move.
         graph, _layers = decoder(live)
         idle = steps(live, graph, lambda: True)
+        # The experts of rank 0 are busy, so that the balancer moves some of them.
         loads = torch.ones(LAYERS, E)
         loads[:STEP_LAYERS, : E // size] = 2  # the experts of rank 0
         slots = balance(loads, live.slots, ep_size=size, max_moves=8).slots
         moves = live.replace(slots)
+        # The same steps while the experts move.
         busy = steps(live, graph, lambda: not moves.done)
         figures = [
             slowest(f(part))
@@ -171,6 +185,7 @@ def main() -> None:
             "{:.1f}); while experts move {:.1f} ({:.1f}, "
             "{:.1f})".format(STEP_LAYERS, STEP_TOKENS, *figures)
         )
+        # Moves that are left over must not outlive the windows.
         moves.cancel()
         live.apply(120.0)
     dist.barrier()

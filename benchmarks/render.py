@@ -94,6 +94,7 @@ of one subject.
 def markdown(sections: Sequence[Sequence[Published]]) -> str:
     """The text of BENCHMARKS.md, a table for each sequence of results."""
     lines = [*_HEADER]
+    # A table for each subject, then what missed its target, and links to the rest.
     for results in sections:
         lines += [*_section(results), ""]
     shown = [result for results in sections for result in results]
@@ -112,6 +113,7 @@ def readme() -> str:
     """
     lines = list(map(dict, read(FOLDER / "h200x2_layer.json").lines.values()))
     models = lines[:3], lines[3:]  # ours and both MegaMoEs of each
+    # The least of each model is bold.
     rows = []
     for T in _README_TOKENS:
         cells = [f"{T}"]
@@ -119,6 +121,7 @@ def readme() -> str:
             least = min(line[T] for line in of_model)
             cells += [f"**{line[T]}**" if line[T] == least else f"{line[T]}" for line in of_model]
         rows.append(_line(cells) + "\n")
+    # The lines of numbers are replaced, the words around them stay.
     text = (FOLDER.parent / README).read_text(encoding="utf-8")
     return re.sub(r"(^\| \d+ \| [*\d].*\n)+", "".join(rows), text, count=1, flags=re.MULTILINE)
 
@@ -128,6 +131,7 @@ def write(root: Path) -> None:
     (root / "benchmarks").mkdir(parents=True, exist_ok=True)
     (root / MARKDOWN).write_text(markdown(sections()), encoding="utf-8")
     (root / README).write_text(readme(), encoding="utf-8")
+    # A plot has a panel for each result that names one.
     for name, plot in PLOTS.items():
         panels = {
             result.panel: result.lines for result in load() if result.panel and result.plot == name
@@ -150,11 +154,13 @@ def publish(
     if they do not fit.
     """
     ranks = dist.get_world_size()
+    # What every file says of its run, and then what this one has measured.
     content = about(
         facts.this_run(), ranks, f"torchrun --standalone --nproc-per-node {ranks} {script}"
     )
     content |= {"title": f"{content['where']}: {subject}", "caption": caption}
     content |= {"columns": columns, "rows": [{"cells": cells} for cells in rows]}
+    # The table is shown also where no file is named.
     print("\n".join(_section([Published.model_validate(content)])))
     if file:
         write_result(file, content)
@@ -163,15 +169,19 @@ def publish(
 def _section(results: Sequence[Published]) -> Iterator[str]:
     """A heading, where the figures come from, and the table of results that share it."""
     first = results[0]
+    # Results of one subject share a table: its columns are those of all of them.
     columns = tuple(dict.fromkeys(column for result in results for column in result.columns))
     units = {column.unit for column in columns if column.unit}
+    # The heading, and below it where the figures come from.
     yield f"## {first.title}"
     texts = [text for result in results for text in (result.caption, *result.notes)]
     machine = f"{first.machine}, torch {first.torch}."
     yield " ".join([machine, *map(_provenance, results), *dict.fromkeys(texts)]) + "\n"
+    # A first column names the model where the results have several.
     models = any(result.model for result in results)
     yield _line(["model"] * models + [_heading(column, units) for column in columns])
     yield _line(["---"] * models + ["--:" if column.unit else "---" for column in columns])
+    # Details stay in the file.
     for result in results:
         for row in result.rows:
             if not row.detail:
@@ -208,6 +218,7 @@ def _missed(results: Sequence[Published]) -> Iterator[str]:
     )
     yield _line(["where", "asked", "measured", "what bounds it"])
     yield _line(["---"] * 4)
+    # Equal figures are said once.
     for result, target in missed:
         wanted, got = (
             " / ".join(map(_cell, figures)) for figures in (target.asked, target.measured)

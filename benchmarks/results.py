@@ -146,13 +146,16 @@ def of_report(content: Mapping[str, Any], keys: Sequence[str] = ()) -> dict[str,
     Its title and caption are for a person to write.
     """
     found = content["results"]
+    # Keys without a unit are words: who was measured, and how.
     texts = [key for key in found[0] if key not in content["units"]]
     tokens = sorted({result["tokens"] for result in found})
+    # A row for all T of the same words and key.
     rows: dict[tuple[str, ...], dict[int, float]] = {}
     for key, result in itertools.product(keys or content["plotted"], found):
         if result.get(key) is not None:
             words = tuple(result[text] for text in texts)
             rows.setdefault((*words, key), {})[result["tokens"]] = figure(result[key])
+    # Machine, date and commit come from the run.
     run = about(content, content["ranks"], content["command"])
     return run | {
         "title": f"{run['where']}: {content['benchmark']}",
@@ -205,7 +208,9 @@ def read(path: Path) -> Published:
 def main() -> None:
     """Write a result from the figures of `epmoe bench`."""
     figures, path = map(Path, sys.argv[1:3])
+    # The figures are new,
     content = of_report(json.loads(figures.read_text(encoding="utf-8")), sys.argv[3:])
+    # and the words that a person has written stay.
     if path.exists():
         old = json.loads(path.read_text(encoding="utf-8"))
         content |= {

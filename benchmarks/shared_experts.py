@@ -25,6 +25,7 @@ from epmoe.bench.layer_sides import Precision, random_experts
 from epmoe.bench.sides import Calls
 from epmoe.bench.timing import rounds_in_turns
 
+# A layer of DeepSeek-V3.
 D = 7168
 WIDTH = 2048
 E = 256
@@ -35,6 +36,7 @@ REPLAYS = 21
 
 def main() -> None:
     """Measure, print the table, and write the JSON file that the command line names."""
+    # A group of one rank for each GPU.
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl")
     torch.set_grad_enabled(False)
@@ -49,6 +51,7 @@ def main() -> None:
         capacity={"max_num_tokens_per_rank": max(TOKENS)},
         exchange={"payload": "fp8"},
     )
+    # The same weights on every rank.
     draw = torch.Generator().manual_seed(7)
     router, gate_up, down = (
         torch.randn(*shape, generator=draw).bfloat16().cuda() / shape[1] ** 0.5
@@ -65,20 +68,24 @@ def main() -> None:
         alone = MoELayer(ep, router, experts)
         beside = MoELayer(ep, router, experts, shared=shared)
         for T in TOKENS:
+            # Each rank has tokens of its own.
             x = (
                 torch.randn(T, D, generator=torch.Generator().manual_seed(ep.rank))
                 .bfloat16()
                 .cuda()
             )
+            # What is compared: both parts alone, and together in two orders.
             sides = [
                 Calls("the layer alone", partial(alone, x)),
                 Calls("the shared expert alone", partial(shared, x)),
                 Calls("one after the other", lambda x=x: alone(x) + shared(x)),
                 Calls("**side by side**, `MoELayer(shared=…)`", partial(beside, x)),
             ]
+            # Both orders must have the same bits, or their times mean nothing.
             *_, after, during = sides
             if not torch.equal(after.out(), during.out()):
                 raise RuntimeError(f"{T} tokens: y of both orders differs")
+            # The sides take turns, so that clocks are the same for all.
             cells.append(
                 list(map(results.figure, rounds_in_turns(sides, REPLAYS, dist.group.WORLD)))
             )

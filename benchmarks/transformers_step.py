@@ -34,6 +34,7 @@ from epmoe.bench import timing
 
 ON_GPUS = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPUS else "cpu"
+# On GPUs four layers of the real model, on CPUs one of a tiny model.
 QWEN3_30B_A3B = {
     "num_hidden_layers": 4,
     "head_dim": 128,
@@ -48,8 +49,10 @@ TINY = {
     "vocab_size": 256,
 }
 TINY |= {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8}
+# Sequences of a rank in a decode step, and tokens of a prefill.
 BATCHES = (1, 32, 128) if ON_GPUS else (1, 8)
 PROMPTS = (2048, 8192) if ON_GPUS else (64,)
+# Calls in a batch, and batches, of which the median counts.
 CALLS, REPEATS = (10, 7) if ON_GPUS else (2, 3)
 CONTEXT = 128  # tokens in the cache when a step begins
 DTYPE = torch.bfloat16 if ON_GPUS else torch.float32
@@ -75,6 +78,7 @@ def make_model(implementation: str) -> nn.Module:
 def spread_experts(model: nn.Module, implementation: str) -> nn.Module:
     """Leave each rank its share of the experts, as `DistributedConfig(ep_size=R)` does."""
     size = dist.get_world_size()
+    # The plan names each parameter of the experts, and then the experts.
     plan = {}
     for name, module in model.named_modules():
         if name.endswith(".experts"):
@@ -82,6 +86,7 @@ def spread_experts(model: nn.Module, implementation: str) -> nn.Module:
                 f"{name}.{parameter}": "grouped_gemm" for parameter, _ in module.named_parameters()
             }
             plan[name] = "ep_dispatch_experts"  # behind its parameters
+    # Experts are spread over all ranks; nothing else is.
     mesh = init_device_mesh(DEVICE, (size,))
     alone = init_device_mesh(DEVICE, (size, 1), mesh_dim_names=("other", "tp"))["tp"]
     return apply_expert_parallelism(model, mesh, alone, plan, ep_implementation=implementation)
@@ -93,6 +98,7 @@ class Decoding:
     def __init__(self, model: nn.Module, batch: int) -> None:
         self.model = model
         self.cache = StaticCache(config=model.config, max_cache_len=2 * CONTEXT)
+        # Each rank decodes sequences of its own, behind a context of this length.
         shape = batch, CONTEXT
         ids = torch.randint(
             model.config.vocab_size, shape, generator=torch.Generator().manual_seed(dist.get_rank())
@@ -133,6 +139,7 @@ def milliseconds(
         rewind()
         synchronize()
         dist.barrier()
+        # Calls run back to back: the host may run ahead of the GPU.
         start = time.perf_counter()
         for _ in range(calls):
             call()
@@ -154,6 +161,7 @@ def decode_steps(model: nn.Module, captured: bool) -> Milliseconds:
     for batch in BATCHES:
         step = Decoding(model, batch)
         call: Callable[[], object] = step
+        # A replay cannot raise, so the host polls for failures after it.
         if captured:
             graph, _ = timing.captured(step)
 
@@ -180,6 +188,7 @@ def check(model: nn.Module, want: Tensor) -> None:
     tokens elsewhere.
     """
     got = model(torch.arange(32, device=DEVICE)[None], use_cache=False).logits
+    # The median, since near ties route some tokens elsewhere.
     error = (got - want).abs().float().median() / want.abs().max()
     if error > 2e-2:
         raise RuntimeError(f"the logits are not those of one process: median error {error:.3g}")
@@ -188,9 +197,11 @@ def check(model: nn.Module, want: Tensor) -> None:
 def rows() -> Iterator[tuple[str, str, Milliseconds]]:
     """Who, how, and milliseconds by `BATCHES` and `PROMPTS`."""
     no_prefill: Milliseconds = [None] * len(PROMPTS)
+    # What one process gives is what every spread model must give.
     alone = make_model("grouped_mm")
     want = alone(torch.arange(32, device=DEVICE)[None], use_cache=False).logits
     del alone
+    # epmoe both ways, in its ordinary and in its static mode.
     entries = {
         "experts function": make_model("epmoe"),
         "EP implementation": spread_experts(make_model("grouped_mm"), "epmoe"),
@@ -206,11 +217,13 @@ def rows() -> Iterator[tuple[str, str, Milliseconds]]:
             yield "", "static, captured", decode_steps(model, captured=True) + no_prefill
     del entries, model
     integration.close()
+    # What remains of a step without experts: no exchange can be faster.
     without = make_model("none")
     yield "without experts", "eager", decode_steps(without, captured=False) + no_prefill
     if ON_GPUS:
         yield "", "captured", decode_steps(without, captured=True) + no_prefill
     del without
+    # Last the exchange of transformers itself.
     model = spread_experts(make_model("grouped_mm"), "all_to_all")
     check(model, want)
     yield "transformers' all_to_all", "eager", decode_steps(model, captured=False) + prefills(model)
@@ -222,12 +235,14 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if ON_GPUS else "cpu:gloo")
     table: list[list[object]] = []
+    # Every row is printed as soon as it is measured.
     with torch.no_grad():
         for who, how, cells in rows():
             table.append([who, how, *cells])
             if dist.get_rank() == 0:
                 print(who, how, *cells, flush=True)
     if dist.get_rank() == 0:
+        # The table, in the order of `rows`.
         names = [f"decode, batch {batch}" for batch in BATCHES] + [
             f"prefill, {tokens:,} tokens" for tokens in PROMPTS
         ]

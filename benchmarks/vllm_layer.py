@@ -59,10 +59,12 @@ MarkedLayer = Callable[[Callable[[], None]], Tensor]
 
 def init() -> tuple[int, int, torch.device]:
     """vLLM's groups for data parallelism with expert parallelism, one rank a GPU."""
+    # torchrun has set these.
     rank = int(os.environ["RANK"])
     size = int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
+    # vLLM knows one data-parallel rank for each GPU, and spreads experts over all.
     parallel = ParallelConfig(
         data_parallel_size=size,
         enable_expert_parallel=True,
@@ -89,10 +91,12 @@ def phases(
     def run(mark: Callable[[], None]) -> Tensor:
         output = torch.empty_like(x)
         mark()
+        # To the ranks of the experts.
         rows, scales, counts, row_ids, row_weights = impl._prepare(
             x, weights, ids, config.num_experts, layer.expert_map, False
         )
         mark()
+        # The experts; without them the way back takes rows that are there already.
         if with_experts:
             outputs = impl._fused_experts(
                 x.dtype,
@@ -112,6 +116,7 @@ def phases(
         elif not kept:
             kept.append(torch.zeros(len(rows), x.shape[1], dtype=x.dtype, device=x.device))
         mark()
+        # And back to the tokens.
         impl._finalize(
             output, outputs if with_experts else kept[0], x, row_weights, row_ids, False, None, None
         )
@@ -123,6 +128,7 @@ def phases(
 
 def replayed(run: MarkedLayer, with_events: bool) -> tuple[list[float], Tensor]:
     """µs of a layer, or of its three phases, and what the last layer of the graph put out."""
+    # Kernels are compiled and loaded before the graph is captured.
     for _ in range(3):
         run(lambda: None)
     torch.cuda.synchronize()
@@ -138,14 +144,18 @@ def replayed(run: MarkedLayer, with_events: bool) -> tuple[list[float], Tensor]:
             output = run(mark if with_events else lambda: None)
         return output
 
+    # A graph of several layers: one alone would measure its launch.
     graph, output = captured(layers)
     times: list[list[float]] = []
     for number in range(REPLAYS + 5):
+        # The last replay writes into NaN: what it leaves out shows.
         if number == REPLAYS + 4:
             output.fill_(float("nan"))
+        # The first replays warm up.
         layers_us = elapsed_us(graph.replay)
         if number < 5:
             continue
+        # Without events only the whole graph has a time.
         if not with_events:
             times.append([layers_us / LAYERS])
             continue
@@ -186,6 +196,7 @@ def check_ragged(model: Model, layer: Layer, alone: Layer, rank: int, what: str)
     """
     by_epmoe = isinstance(layer.kernel.prepare_finalize, EpmoePrepareAndFinalize)
     for number, tokens in enumerate(RAGGED if by_epmoe else RAGGED[2:5]):
+        # Each rank brings another number of tokens, or none.
         x, ids, weights = batch(
             model, tokens[rank % 2], 10 * number + rank, layer.weights.w1.device
         )
@@ -202,10 +213,13 @@ def check_ragged(model: Model, layer: Layer, alone: Layer, rank: int, what: str)
 def time_layer(layer: Layer, inputs: tuple[Tensor, Tensor, Tensor], what: str) -> dict[str, float]:
     """µs by COLUMNS. Outputs of replays are those of an eager call."""
     expected = layer(*inputs).clone()
+    # Once with events between the phases, which cost time themselves.
     parts, output = replayed(phases(layer, *inputs), with_events=True)
     check_close(output, expected, f"{what}, events")
+    # Once without, which is the time of the layer.
     whole, output = replayed(phases(layer, *inputs), with_events=False)
     check_close(output, expected, what)
+    # And once without experts.
     exchange, _ = replayed(phases(layer, *inputs, with_experts=False), with_events=False)
     return dict(zip(COLUMNS, (*parts, *exchange, *whole), strict=True))
 
@@ -214,6 +228,7 @@ def time_layer(layer: Layer, inputs: tuple[Tensor, Tensor, Tensor], what: str) -
 def measure(
     model: Model, quant: str, rank: int, size: int, device: torch.device, checks_only: bool
 ) -> list[dict[str, Any]]:
+    # All weights on each rank: one of them alone says what is right.
     everything = Weights.random(model, quant == "fp8", device)
     alone = Layer(moe_config(model, 0, 1, TOKENS[0], device), everything)
     mine = everything.of_rank(rank, size)
@@ -222,6 +237,7 @@ def measure(
         layer = Layer(moe_config(model, rank, size, TOKENS[0], device), mine, exchange)
         who = {"exchange_by": name, "gemm": layer.gemm, "dtype": quant}
         what = ", ".join(who.values())
+        # Nothing is timed that is not right.
         check_ragged(model, layer, alone, rank, what)
         say(f"{what}: ragged batches equal one rank by itself")
         for T in () if checks_only else TOKENS:
@@ -236,6 +252,7 @@ def cells(rows: list[dict[str, Any]]) -> list[list[object]]:
     """µs by T, a row for each dtype, column and contender."""
     by_case: dict[tuple[str, ...], dict[int, float]] = {}
     for column, row in itertools.product(COLUMNS, rows):
+        # A row for each column and contender, T by T.
         case = row["dtype"], column, row["exchange_by"], row["gemm"]
         by_case.setdefault(case, {})[row["T"]] = results.figure(row[column])
     return [[*case, *(us[T] for T in reversed(TOKENS))] for case, us in by_case.items()]
@@ -257,9 +274,11 @@ def main() -> None:
     options = parser.parse_args()
     rank, size, device = init()
     rows = []
+    # A data type at a time: the weights of the former one leave the GPU first.
     for quant in ("bf16", "fp8") if options.quant == "both" else (options.quant,):
         rows += measure(MODELS[options.model], quant, rank, size, device, options.checks_only)
         torch.cuda.empty_cache()
+    # One rank writes what all have measured.
     if rows and rank == 0:
         render.publish(
             f"benchmarks/vllm_layer.py --model {options.model} --quant {options.quant}",

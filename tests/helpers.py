@@ -76,16 +76,19 @@ def distinct_ids(tokens: int, experts: int, top_k: int, seed: int = 0) -> Tensor
 
 def listening(processes: Iterable[int]) -> set[str]:
     """The addresses on which processes of this machine wait for connections over IP."""
+    # The sockets that the processes hold,
     sockets = set[str]()
     for process in processes:
         for path in Path(f"/proc/{process}/fd").glob("*"):
             with suppress(FileNotFoundError):  # it has been closed
                 sockets.add(os.readlink(path).removeprefix("socket:[").removesuffix("]"))
+    # and those of the machine that listen.
     found = set[str]()
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for _, local, _, state, *rest in map(
             str.split, Path(f"/proc/net/{table}").read_text().splitlines()[1:]
         ):
+            # The kernel writes addresses as words in the order of bytes of this machine.
             words = bytes.fromhex(local.partition(":")[0])
             listens = state == "0A"
             if listens and rest[5] in sockets:
@@ -130,6 +133,7 @@ def captured(call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
     """A function that replays a call, and what the call returns, which each replay writes. It is
     called once before.
     """
+    # Kernels load in a call that no graph has.
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -177,6 +181,7 @@ def full_layer(
     D = ep.config.model.hidden_size
     F = 24
     dtype = ep.config.model.torch_dtype
+    # All ranks draw the weights of all experts, and take their own.
     router, up, down = (
         randn(*s, seed=seed + i) for i, s in enumerate(((E, D), (E, 2 * F, D), (E, D, F)))
     )
@@ -197,6 +202,7 @@ def continued(
     """
     sequences = [list(prompt) for prompt, _ in asked]
     left = [most for _, most in asked]
+    # The first that want more, in the order of the prompts.
     while now := [i for i, most in enumerate(left) if most][:batch]:
         for i, token in zip(now, model([sequences[i] for i in now]), strict=True):
             sequences[i].append(token)
@@ -247,10 +253,12 @@ def tiny_model(
 
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {model_type}")
+    # Of all sizes the type takes those that it knows.
     known = CONFIG_MAPPING[model_type]()
     keys = {key: value for key, value in (TINY_MODEL | changes).items() if hasattr(known, key)}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **keys), dtype=dtype)
+    # Biases would be zeros, and a wrong one would not show.
     for name, tensor in model.state_dict().items():
         if name.endswith("bias"):
             tensor.normal_(std=0.3)

@@ -194,7 +194,9 @@ def staying(
 ) -> epmoe.EPConfig:
     """The deadlines are those of a round and of `resume`. A death is seen at once."""
     if device.type == "cuda":
-        timeout_s, resume_s = 5.0, 16.0  # ranks may share GPUs by time slices
+        # Ranks may share GPUs by time slices.
+        timeout_s = 5.0
+        resume_s = 16.0
     exchange = {"warmup_timeout_s": resume_s}
     config = make_config(1, experts=EXPERTS, timeout_s=min(timeout_s, resume_s), exchange=exchange)
     return config.with_placement(placement)

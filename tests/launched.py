@@ -41,11 +41,13 @@ def run_python(*program: object, **variables: str) -> subprocess.CompletedProces
     script.
     """
     words = [*map(str, program)]
+    # A child that is forked writes into files, as its streams are those of the server.
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("stdout", "stderr")]
         child = context.Process(target=_execute_alone, args=(words, os.environ | variables, files))
         child.start()
         child.join(TIMEOUT_S)
+        # Nothing outlives the test.
         if child.exitcode is None:
             child.kill()
             raise subprocess.TimeoutExpired(words, TIMEOUT_S)
@@ -126,6 +128,7 @@ def run_two_ranks(script: str, store: Path, *arguments: object) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ranks = []
     try:
+        # Both start before either is waited for.
         for rank in "01":
             command = [sys.executable, "-c", script, rank, str(store), *map(str, arguments)]
             child = subprocess.Popen(

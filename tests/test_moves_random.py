@@ -336,7 +336,8 @@ def test_drawn_sizes(tmp_path, seed):
         host.form_at(names)
         host.succeed(names, create, len(names))
         while time.monotonic() - began < SECONDS or steps <= 5:
-            steps, step = steps + 1, 100 * seed + steps
+            step = 100 * seed + steps
+            steps += 1
             if len(names) > 2 and draw.random() < 0.3:
                 victim = names.pop(draw.randrange(len(names)))
                 serving = draw.random() < 0.5

@@ -147,6 +147,7 @@ def play_on_another_thread_meanwhile(state, folder: Path, how: str) -> list[str]
 
 @pytest.mark.parametrize("how", ["recover", "resize"])
 def test_no_round_of_another_thread_before_the_weights_are_there(host, how):
+    # Who recovers or resizes loads weights; another thread calls meanwhile.
     names = ranks.serve(host, ranks=3, copies=1)
     alive = ranks.lose(host, names, 2) if how == "recover" else names
     for refused, played in filter(
@@ -172,13 +173,16 @@ def test_no_round_runs_where_the_weights_could_not_be_loaded(host, again):
     its experts.
     """
     alive = ranks.lose(host, ranks.serve(host, ranks=3, copies=1), 2)
+    # Rank 1 cannot load, and leaves.
     host.start([1], fail_to_load, host.folder)
     host.succeed([0], ranks.go_on, host.folder)
     assert "closed" in host.results([1])[0]
+    # Rank 0 hears of it in its next round.
     assert host.do([0], ranks.play_until_timeout) == [[1]]
     if not again:
         host.signal(1, signal.SIGKILL)
         alive = [0]
+    # It goes on with rank 1 or without it.
     loaded = host.succeed(alive, ranks.go_on, host.folder)
     assert list(map(len, loaded)) == ([0, ranks.EXPERTS // 2] if again else [ranks.EXPERTS // 2])
     host.play(alive)
@@ -188,6 +192,7 @@ def die_while_experts_move(host: Host, stage: str) -> list[int]:
     """Rank 2 of four is killed. Returns the others, which name it."""
     names = host.begin(ranks.moving(4, seats=4))
     victim = 2
+    # The move has come to its stage when the rank dies.
     ranks.begin_to_move(host, names, stage, victim)
     host.signal(victim, signal.SIGKILL)
     alive = [name for name in names if name != victim]
@@ -202,13 +207,16 @@ def test_a_rank_dies_while_experts_move(host, stage):
     by hand.
     """
     alive = die_while_experts_move(host, stage)
+    # The others form a group by hand; every expert still has a copy.
     host.form(alive)
     assert host.succeed(alive, ranks.resume) == [[]] * 3
     ranks.all_held(host, alive)
     host.play(alive)
+    # Experts move again in the new group,
     host.succeed(alive, ranks.rotate)
     host.succeed(alive, ranks.finish)
     host.play(alive)
+    # and all ranks find the same plan.
     plans = host.succeed(alive, ranks.balance)
     assert plans[0] and plans == plans[:1] * 3
     host.play(alive)
@@ -220,24 +228,29 @@ def test_recover_and_join_while_experts_move(host, stage):
     the others.
     """
     alive = die_while_experts_move(host, stage)
+    # Three go on with the copies that they have.
     assert host.succeed(alive, ranks.go_on, host.folder) == [[]] * 3  # survivors have copies of all
     ranks.all_held(host, alive)
     host.play(alive)
+    # A new rank joins with empty slots,
     assert host.take_in(alive, [4], ranks.go_on) == [
         [[]] * 3,
         [[[ranks.EMPTY] * ranks.S] * ranks.L],
     ]
     names = [*alive, 4]
     host.play(names)
+    # which the balancer fills with experts of the others.
     plans = host.succeed(names, ranks.balance)
     assert plans[0] and plans == plans[:1] * 4
     slots = ranks.all_held(host, names)
     assert all(
         set(layer[3 * ranks.S :]) != {ranks.EMPTY} for layer in slots
     )  # the balancer has filled the new rank's
+    # A table without an empty slot works as well.
     host.succeed(names, ranks.fill)
     assert ranks.EMPTY not in [expert for layer in ranks.all_held(host, names) for expert in layer]
     host.play(names)
+    # At last all recover in the middle of a move though nobody has died.
     ranks.begin_to_move(host, names, stage, 0)
     assert host.succeed(names, ranks.go_on, host.folder) == [[]] * 4  # nobody has died
     ranks.all_held(host, names)
@@ -254,13 +267,16 @@ def two_of_three(host: Host) -> list[int]:
 def test_lost_experts_are_loaded_and_the_last_rank_gets_more_slots(host):
     alive = two_of_three(host)
     host.form(alive)
+    # By hand there is no way on: experts are lost.
     for error in host.do(alive, ranks.resume):
         assert error.startswith(
             "ValueError: logical expert(s) [2, 3] of layer 0 have no copy left, and 2 layer(s)"
         )
+    # `recover` loads the lost experts on the two that are left.
     assert host.succeed(alive, ranks.go_on, host.folder) == [[(1, 2), (2, 2)], [(1, 3), (2, 3)]]
     ranks.all_held(host, alive)
     host.play(alive)
+    # The last rank loads what it lacks, and has slots for all.
     (last,) = ranks.lose(host, alive, 0)
     assert host.succeed([last], ranks.go_on, host.folder) == [[(1, 1), (1, 2), (2, 1), (2, 2)]]
     assert len(ranks.all_held(host, [last])[0]) == ranks.E
@@ -272,6 +288,7 @@ def test_a_failed_attempt_loads_nothing(host):
     next attempt.
     """
     alive = two_of_three(host)
+    # Rank 0 believes that the first attempt has failed.
     host.do([0], lose_the_last_word)
     assert host.succeed(alive, ranks.go_on, host.folder) == [[(1, 2), (2, 2)], [(1, 3), (2, 3)]]
     host.play(alive)
@@ -306,6 +323,7 @@ def die_behind_the_word(state, folder: Path, number: int) -> None:
         write(self, key, value)
         if "/group" in key:
             words.append(key)
+        # It has said so many words, and says no more.
         if len(words) == number:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -342,6 +360,7 @@ def test_a_rank_is_there_until_its_weights_are(folder_of_mine):
     with epmoe.ExpertParallel(alone()) as ep:
 
         def load_weights(_: object) -> None:
+            # As another rank looks: three different words mean that it lives.
             board = Board(OutlivingStore(folder_of_mine), "epmoe")
             key = key_of_rank(f"{ep.origin}/{ep.generation}", ep.rank)
             until = time.monotonic() + 20.0

@@ -76,13 +76,11 @@ class Server:
     def __init__(
         self, port: int, process: subprocess.Popen[bytes], log: Path, size: int = RANKS
     ) -> None:
-        self.port, self.process, self.log, self.size, self.answers = (
-            port,
-            process,
-            log,
-            size,
-            list[Answer](),
-        )
+        self.port = port
+        self.process = process
+        self.log = log
+        self.size = size
+        self.answers = list[Answer]()
 
     def begin(self, path: str, body: object = None, method: str | None = None) -> HTTPConnection:
         """A request whose answer nobody has read yet."""

@@ -74,6 +74,7 @@ def test_experts_hear_of_ranks_that_bring_more():
     ids = torch.zeros(1, 2, dtype=torch.int32)
     weights = torch.ones(1, 2)
     with epmoe.ExpertParallel(alone()) as ep:
+        # The own pairs over all experts, or those of the batch that is told.
         own = 2 / 8
         told = 16 * 2 / 8
         after = 2 / 8
@@ -102,6 +103,7 @@ def test_a_backward_pass_that_needs_rows_of_an_earlier_round_raises():
             )
             loss = (d.rows * w).sum()
             ep.combine(d.rows, d)
+        # Rows of the last round are still there.
         loss.backward()  # of the last round
         loss = (d.rows * w).sum()
         ep.combine(
@@ -145,6 +147,7 @@ def test_rows_may_start_anywhere(x, ids, weights):
     with epmoe.ExpertParallel(alone()) as ep:
         for _ in range(2):  # the second call finds its template
             d = ep.dispatch(x, ids, weights)
+            # Outputs of experts may start anywhere, too.
             unaligned = torch.empty(d.rows.numel() + 1)[1:].view_as(d.rows).copy_(d.rows)
             assert torch.equal(ep.combine(unaligned[: d.expert_offsets[-1]], d), x)
 
@@ -186,11 +189,13 @@ def test_a_signal_at_the_edge_of_a_turn_does_not_leave_it_held():
         for _ in range(10_000):
             try:
                 try:
+                    # A timer as short as the call: it ends before, within or behind it.
                     signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-6, 3e-5))
                     ep.alone(int)
                 finally:
                     signal.setitimer(signal.ITIMER_REAL, 0)
             except Interrupted:
+                # Wherever it came, no thread holds the turn.
                 interrupted += 1
                 assert ep.exchange.thread == 0
     signal.signal(signal.SIGALRM, before)

@@ -119,6 +119,7 @@ class DeepEP(Peer):
         T = sample.tokens
         if payload is not Payload.PLAIN or sample.dtype != torch.bfloat16:
             raise LeftOut("this driver sends bf16 rows")
+        # Rank-major rows, with one buffer for any batch.
         if self.kernels == "elastic":
             buffer = deep_ep.ElasticBuffer(
                 group,
@@ -142,6 +143,7 @@ class DeepEP(Peer):
         else:
             raise LeftOut(f"its buffers are for up to {_MOST_TOKENS} tokens a rank")
         yield side
+        # No rank frees its buffer while another one may write into it.
         torch.cuda.synchronize()
         dist.barrier(group)
         buffer.destroy()

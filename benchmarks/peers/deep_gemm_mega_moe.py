@@ -35,10 +35,12 @@ class MegaMoE(Peer):
         experts = case.experts
         model = case.ep.config.model
         T = len(case.x_TD)
+        # Weights in the order of its kernel, once.
         weights = deep_gemm.transform_weights_for_mega_moe_sm90(
             (experts.w_gate_up.data, experts.gate_up_scales.data),
             (experts.w_down.data, experts.down_scales.data),
         )
+        # A buffer that all ranks map.
         buffer = deep_gemm.get_symm_buffer_for_sm90_mega_moe(
             case.group,
             model.num_experts,
@@ -51,6 +53,7 @@ class MegaMoE(Peer):
         inputs = buffer.x, buffer.x_sf, buffer.topk_idx, buffer.topk_weights
 
         def run() -> Tensor:
+            # Our route, its two kernels.
             routing = case.routed()
             deep_gemm.mega_moe_pre_dispatch_sm90(
                 case.x_TD, routing.ids, routing.weights, *inputs, T
@@ -59,6 +62,7 @@ class MegaMoE(Peer):
             return y_TD
 
         yield run
+        # No rank frees its buffer while another one may write into it.
         torch.cuda.synchronize()
         case.group.barrier()
         buffer.destroy()

@@ -25,10 +25,12 @@ class AllToAllSingle(ExchangeSide):
     def __init__(self, sample: Sample, group: dist.ProcessGroup) -> None:
         super().__init__("all_to_all_single", sample)
         self.group = group
+        # Splits and places of rows are known before the clock starts.
         x = sample.x_TD
         self.token_N = sample.needs_TR.T.nonzero()[:, 1].to(x.device)  # rank by rank
         self.splits_out = sample.rows_RR[sample.rank].tolist()
         self.splits_in = sample.rows_RR[:, sample.rank].tolist()
+        # Memory for what arrives here, and for what comes back.
         self.received = x.new_empty(sum(self.splits_in), sample.hidden)
         self.home = x.new_empty(len(self.token_N), sample.hidden)
 
@@ -42,6 +44,7 @@ class AllToAllSingle(ExchangeSide):
         dist.all_to_all_single(
             self.home, self.expert_outputs, self.splits_out, self.splits_in, group=self.group
         )
+        # Sums are in fp32, as ours.
         y = torch.zeros_like(self.sample.x_TD, dtype=torch.float32)
         return y.index_add_(0, self.token_N, self.home.float()).to(self.sample.dtype)
 
@@ -61,6 +64,7 @@ class AllGather(ExchangeSide):
         super().__init__("all-gather", sample)
         self.group = group
         self.sent = (sample.x_TD, sample.ids_TK, sample.weights_TK)
+        # Room for what all ranks send.
         self.received = [t.new_empty(group.size() * len(t), t.shape[1]) for t in self.sent]
         self.y_TD = torch.empty_like(sample.x_TD)
 

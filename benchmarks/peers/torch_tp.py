@@ -45,24 +45,31 @@ class TensorParallel(Peer):
         E = config.model.num_experts
         K = config.model.num_experts_per_tok
         T = len(case.x_TD)
+        # Each rank gets an equal part of F, in whole blocks of scales.
         width = case.experts.w_down.shape[2]
         step = SCALE_BLOCK if case.experts.is_fp8 else 1
         if width % (R * step):
             raise LeftOut(f"F = {width} does not divide into {R} parts of multiples of {step}")
         experts = sharded(case.experts, group)
+        # Rows of an expert decide the alignment.
         per_expert = R * T * K / E
         blocks = (block for block in ROW_BLOCKS if experts.alignment > 1 and block <= per_expert)
         alignment = max(blocks, default=experts.alignment)  # as dispatch has it
+        # All experts are here, in parts: no id is left out.
         identity = torch.arange(E, dtype=torch.int32, device=case.x_TD.device)
+        # Tokens of all ranks, as all-reduce finds them, and as all-gather writes them.
         x_BD = gathered(case.x_TD, group)
         logits_BE = gathered(case.logits_TE, group)
         y_TD = torch.empty_like(case.x_TD)
 
         def run() -> Tensor:
+            # With data-parallel attention tokens have yet to come.
             if self.gathers:
                 dist.all_gather_into_tensor(x_BD, case.x_TD, group=group)
                 dist.all_gather_into_tensor(logits_BE, case.logits_TE, group=group)
+            # Every rank routes all tokens.
             ids, weights = route(logits_BE, K, bias=case.bias_E, **config.routing.options)
+            # Rows in the order of experts, in fp8 with their scales.
             x, scales = quantize_fp8(x_BD) if experts.is_fp8 else (x_BD, None)
             p = permute(x, ids, identity, E, alignment=alignment)
             if scales is not None:
@@ -70,6 +77,7 @@ class TensorParallel(Peer):
                 scales = of_rows.index_copy_(
                     0, p.row_of_pair.flatten().long(), scales.repeat_interleave(K, dim=0)
                 )
+            # Every expert, of which this rank has a part of F.
             out = experts(
                 p.rows,
                 p.expert_offsets,
@@ -78,6 +86,7 @@ class TensorParallel(Peer):
                 alignment=alignment,
                 rows_per_expert=per_expert,
             )
+            # The parts of all ranks add up to y.
             y_BD = finalize(out, p, weights)
             if self.gathers:
                 dist.reduce_scatter_tensor(y_TD, y_BD, group=group)

@@ -50,6 +50,7 @@ def make_extra(
     extra = torch.randint(
         0, 256, (num_tokens, bytes_of_token), generator=generator(1000 * seed + rank)
     )
+    # Every other token has only ones, which are NaN as a float.
     extra[::2] = 0xFF
     return extra.to(torch.uint8).view(dtype).view(num_tokens, *shape)
 
@@ -64,19 +65,23 @@ def assert_extra(
     """Each used slot, or each row of a pair, has the `extra` of its token, bit by bit. `zero_gaps`:
     all rows between segments are zeros.
     """
+    # What each slot must have.
     of_slot = extras[0].new_zeros(len(slabs.x), *extras[0].shape[1:])
     for extra, slots, tokens in zip(extras, slabs.slot, slabs.token, strict=True):
         of_slot[list(slots)] = extra[tokens]
+    # Rank-major: the slots that are used.
     if want is None:
         got = d.recv.extra.flatten(0, 1)
         for slots in slabs.slot:
             assert torch.equal(bits(got[list(slots)]), bits(of_slot[list(slots)]))
     else:
+        # Expert-major: the row of each pair.
         slot, k = (want.row_of_pair >= 0).nonzero(as_tuple=True)
         rows = want.row_of_pair[slot, k].long()
         got = d.extra
         assert got.shape[1:] == extras[0].shape[1:] and got.dtype == extras[0].dtype
         assert torch.equal(bits(got[rows.to(got.device)]), bits(of_slot[slot]))
+        # Rows of no pair.
         gaps = torch.ones(int(want.expert_offsets[-1]), dtype=torch.bool)
         gaps[rows] = False
         assert not zero_gaps or not bits(got[: len(gaps)].cpu()[gaps]).any()
@@ -100,6 +105,7 @@ def assert_rows(
 
     On GPUs rows of gaps are what they were before the round, or with `zero_gaps` zeros.
     """
+    # The segments.
     used = int(want.expert_offsets[-1])
     assert torch.equal(d.expert_offsets.cpu(), want.expert_offsets)
     assert torch.equal(d.tokens_per_expert.cpu(), want.tokens_per_expert)
@@ -107,6 +113,7 @@ def assert_rows(
     scales = d.scales[:used] if fp8 else None
     kept = slice(None)
     if not zero_gaps:
+        # Rows in front of the end of their segment are real, the others are gaps.
         ends = (want.expert_offsets[:-1] + want.tokens_per_expert).long()
         kept = (
             torch.arange(used)
@@ -244,13 +251,16 @@ def check_round(
     config = calls or ep.config
     mine = tokens[ep.rank]
     fp8 = config.exchange.payload == "fp8"
+    # What this rank must get, computed without asking anyone.
     slabs = expected_slabs(config, ep.placement, tokens, ep.rank)
     x, ids, weights = (t.to(ep.device) for t in (mine.x, mine.ids, mine.weights))
     extra = extras and extras[ep.rank].to(ep.device)
     this = Round(ep, x, ids, weights, num_tokens, layout, phases, weighted, aligned, extra)
+    # Buffers are poisoned, so that nothing of a former round passes for this one.
     poison(ep)
     d = this.dispatch()
     assert torch.equal(d.recv.counts.cpu(), slabs.counts)
+    # What has arrived, and what the experts make of it.
     if layout == "rank":
         assert_slabs(d.recv, slabs, fp8)
         want = None
@@ -262,12 +272,14 @@ def check_round(
         zero_gaps = ep.config.capacity.gap_rows == "zero"
         assert_rows(d, want, fp8, weight_of_rows(want, slabs) if weighted else None, zero_gaps)
         rows = run_experts(ep, d)
+    # What travels beside the rows.
     if extras:
         assert_extra(
             d, extras, slabs, want, ep.device.type == "cpu" or ep.config.capacity.gap_rows == "zero"
         )
     else:
         assert (d.recv if layout == "rank" else d).extra is None
+    # The sums that come back.
     y = this.combine(rows, d)
     if weighted:
         assert_close(y[: mine.real], y_of_weighted_rows(config, mine))

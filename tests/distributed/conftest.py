@@ -58,6 +58,7 @@ def repeated_on_the_cpu(items: list[pytest.Item]) -> list[pytest.Item]:
     for item in items:
         params = dict(item.callspec.params) if hasattr(item, "callspec") else {}
         if str(params.get("device")) == "cpu":
+            # Two cases are alike if all else is equal.
             case = (
                 item.nodeid.partition("[")[0],
                 *(f"{k}={v}" for k, v in params.items() if k not in READ_BY_GPUS),
@@ -72,6 +73,7 @@ def _group() -> Iterator[None]:
     if not UNDER_TORCHRUN:
         yield
         return
+    # One group for all tests: to make one takes longer than most of them.
     backend = "cpu:gloo"
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"
@@ -107,6 +109,7 @@ def size() -> int:
 def folder() -> Iterator[Path]:
     """One for all ranks."""
     with tempfile.TemporaryDirectory() as mine:
+        # The folder of rank 0 is that of all, until the last rank is done with it.
         of_rank_0 = [mine]
         dist.broadcast_object_list(of_rank_0)
         yield Path(of_rank_0[0])

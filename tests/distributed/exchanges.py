@@ -130,11 +130,13 @@ def make_tokens(
     """`num_tokens` rows of one rank, of which the last `padded` are padding."""
     model = config.model
     seed = 1000 * seed + rank
+    # Every rank draws other tokens from the same seed.
     x = randn(num_tokens, model.hidden_size, dtype=model.torch_dtype, seed=seed)
     ids, weights = simulate_routing(
         kind, num_tokens, model.num_experts, model.num_experts_per_tok, seed=seed, id_dtype=id_dtype
     )
     real = max(num_tokens - padded, 0)
+    # What nobody may read is NaN.
     poison_(x[real:])
     return Tokens(x, ids, weights.to(weight_dtype), real)
 
@@ -153,6 +155,7 @@ def run_experts(ep: ExpertParallel, d: Dispatched) -> Tensor:
     """Expert-major outputs: the rows times `gains`. Rows past the last segment are NaN."""
     rows = dequantized(d.rows, d.scales, d.dtype)
     gain = gains(ep.config, rows.shape[1])
+    # Each expert multiplies the rows of its own segment.
     ends = d.expert_offsets.tolist()
     out = poison_(torch.empty_like(rows))
     for i, physical in enumerate(ep.placement.local_experts(ep.rank)):
@@ -167,14 +170,17 @@ def run_fused_experts(ep: ExpertParallel, d: Dispatched) -> Tensor:
     """
     x = dequantized(d.recv.x, d.recv.scales, d.dtype)
     partial = poison_(torch.empty_like(x, memory_format=torch.contiguous_format))
+    # Ids of slots are physical: they lead to local experts, and these to logical ones.
     expert_map = ep.expert_map.cpu().long()
     gain = gains(ep.config, x.shape[2])
     # The logical expert of each local index; the last entry is for −1.
     logical = torch.tensor([*map(ep.placement.logical, ep.placement.local_experts(ep.rank)), 0])
     for r, count in enumerate(d.recv.counts.tolist()):
+        # Unused slots stay NaN.
         ids = d.recv.ids[r, :count].cpu().long()
         weights = d.recv.weights[r, :count].cpu().double()
         index = torch.cat([expert_map, torch.tensor([-1])])[ids]  # the sentinel's entry is −1
+        # The sum of the experts of this rank, weighted, in fp64.
         weights_cE = torch.zeros(count, len(gain), dtype=torch.float64)
         weights_cE.scatter_add_(1, logical[index], weights * (index >= 0))
         partial[r, :count] = (x[r, :count].double() * (weights_cE @ gain.double()).to(x.device)).to(
@@ -224,21 +230,21 @@ def slab_shape(config: EPConfig) -> tuple[int, int]:
 
 def inside(config: EPConfig, placement: Placement, rank: int) -> tuple[Placement, int]:
     """The placement on the ranks of this rank's node, and this rank there."""
-    node, local = divmod(rank, G := config.topology.ranks_here)
+    G = config.topology.ranks_here
+    node, local = divmod(rank, G)
     return (placement if placement.ep_size == G else placement.of_node(node, G)), local
 
 
 def expected_slabs(
     config: EPConfig, placement: Placement, tokens: list[Tokens], rank: int
 ) -> Slabs:
-    (G, slots), R = slab_shape(config), len(tokens)
+    G, slots = slab_shape(config)
+    R = len(tokens)
     K = tokens[0].ids.shape[1]
     D = tokens[0].x.shape[1]
     on_ranks, local = inside(config, placement, rank)
-    here, (nodes_P, ids_P) = (
-        rank // G,
-        placement.node_ids(G),
-    )  # with one node, ids are physical experts
+    here = rank // G
+    nodes_P, ids_P = placement.node_ids(G)  # with one node, ids are physical experts
     sentinel = on_ranks.sentinel(local)
     owners = torch.tensor([*on_ranks.owners, -1])
     x = poison_(torch.empty(G, slots, D, dtype=tokens[0].x.dtype))

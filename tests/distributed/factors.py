@@ -20,6 +20,7 @@ def all_pairs(
     pairs. The best of `tries` candidates becomes a case.
     """
     rng = random.Random(seed)
+    # A pair is two factors with the number of a value of each.
     uncovered = {
         frozenset([(f, i), (g, j)])
         for f, g in itertools.combinations(factors, 2)
@@ -46,6 +47,7 @@ def all_pairs(
                 case[f] = max(values, key=lambda i: covered_with(case, (f, i)))
         return case
 
+    # Until every pair has a case: the best of some candidates is the next one.
     cases = []
     while uncovered:
         pairs = sorted(map(sorted, uncovered))

@@ -66,11 +66,13 @@ def drawn(
     random: Random, tokens: Tensor, most: int, sizes: Sequence[int]
 ) -> tuple[Tensor, int, Tensor]:
     """x [T, D] of drawn tokens, how many of them are real, and their numbers. Padding is NaN."""
+    # Few tokens, many, or none; some of them padding.
     T = random.choice((0, 1, random.randint(0, 40), random.randint(0, most), most, *sizes))
     real = random.choice((T, random.randint(0, T)))
     numbers = torch.tensor(
         [random.randrange(TOKENS) for _ in range(real)], dtype=torch.int64, device=tokens.device
     )
+    # Real tokens come first, padding is NaN.
     x = poison_(tokens.new_empty(T, tokens.shape[1]))
     x[:real] = tokens[numbers]
     return x, real, numbers
@@ -104,12 +106,14 @@ def differing(
     ]
     tokens, *grads = (each.to(layer.ep.device) for each in drawn_of)
     wanted = torch.zeros(1 + trains, *tokens.shape, dtype=tokens.dtype)
+    # What each token gives where rank 0 brings it alone.
     for i in range(TOKENS):
         mine = slice(i, i + (rank == 0))
         alone = passed(layer, tokens[mine], mine.stop - i, grads[0][mine] if trains else None)
         wanted[:, mine] = torch.stack(alone).cpu()
     dist.broadcast(wanted, 0)
     wanted = wanted.to(tokens.device)
+    # Graphs for some sizes of batches.
     graphs = {}
     for T in replayed:
         static = (
@@ -120,6 +124,7 @@ def differing(
     random = Random(rank)
     wrong = torch.zeros((), dtype=torch.int64, device=tokens.device)
     weights = [weight for weight in layer.parameters() if weight.requires_grad and trains]
+    # Drawn batches, each played once, or twice where gradients of weights are compared.
     for _ in range(rounds):
         x, real, numbers = drawn(random, tokens, most, replayed)
         grad = None
@@ -140,11 +145,13 @@ def differing(
             else:
                 found = passed(layer, x, real, grad)
             of_weights.append([weight.grad for weight in weights])
+        # Real tokens have the bits that they have alone, padding is zeros.
         for got, want in zip(found, wanted, strict=True):
             wrong += (bits_of(got[:real]) != bits_of(want[numbers])).sum() + got[
                 real:
             ].count_nonzero()
         if trains:
+            # Serving has the bits of training, and both passes the same gradients of weights.
             with torch.no_grad():
                 wrong += (layer(x, num_tokens=real) != found[0]).sum()
             wrong += sum(

@@ -45,7 +45,9 @@ class Captured:
 
     def __init__(self, ep: ExpertParallel, T: int) -> None:
         model = ep.config.model
-        self.ep, self.experts = ep, capturable_experts(ep)
+        self.ep = ep
+        self.experts = capturable_experts(ep)
+        # A graph reads and writes these buffers: each replay finds other values in them.
         self.x = torch.zeros(T, model.hidden_size, dtype=model.torch_dtype, device=ep.device)
         self.ids = torch.zeros(T, model.num_experts_per_tok, dtype=torch.int32, device=ep.device)
         self.weights = torch.ones(T, model.num_experts_per_tok, device=ep.device)
@@ -58,6 +60,7 @@ class Captured:
 
     def check(self, seed: int, real: int) -> None:
         """Replays the round on new tokens, of which the first `real` are real."""
+        # New tokens into the buffers of the graph; y must be written anew.
         T = len(self.x)
         tokens = make_tokens(self.ep.config, self.ep.rank, T, seed=seed, padded=T - real)
         for buffer, values in zip(
@@ -74,6 +77,7 @@ class Captured:
 @pytest.mark.parametrize(("T", "ll_max_tokens"), [(16, 256), (128, 256), (300, 256), (400, 512)])
 def test_any_number_of_real_tokens(make_ep, rank, size, device, T, ll_max_tokens):
     rounds = Captured(make_ep(ll_max_tokens, top_k=6, hidden=256, max_tokens=T), T)
+    # Every second rank has as many as its neighbour lacks.
     for seed, real in enumerate((0, 1, T // 2, T, 1, T)):
         rounds.check(seed, real if rank % 2 == 0 else T - real)
     rounds.ep.check()
@@ -84,6 +88,7 @@ def test_ranks_that_replay_different_graphs(make_ep, rank, size, device):
     ep = make_ep(ll_max_tokens=32, top_k=6, hidden=256, max_tokens=128)
     rounds = [Captured(ep, T) for T in (8, 40, 128)]
     for n in range(9):
+        # In one round ranks replay graphs of different sizes.
         mine = rounds[(rank + n // 2) % 3]
         mine.check(n, len(mine.x) - n % 3)
     ep.check()
@@ -110,17 +115,21 @@ def test_stale_rows(make_ep, rank, size, device, T, real):
 
     replay, (routing, y, scale) = captured(layer)
     for seed in range(5):
+        # Only the rows of one request are real.
         tokens = make_tokens(ep.config, rank, T, seed=seed, padded=T - real)
         x.copy_(tokens.x)
         logits[:real] = torch.randn(
             real, 32, generator=torch.Generator().manual_seed(100 * rank + seed)
         ).to(device)
+        # Everything else is NaN: padding, y, and all buffers of the window.
         poison_(logits[real:])
         poison_(y)
         poison(ep)
         replay()
+        # Padding has no expert; real rows are right; no scale has seen a NaN.
         assert routing.ids[real:].eq(32).all() and routing.weights[real:].eq(0).all()
-        tokens.ids, tokens.weights = routing.ids.cpu(), routing.weights.cpu()
+        tokens.ids = routing.ids.cpu()
+        tokens.weights = routing.weights.cpu()
         assert_close(y[:real], expected_y(ep.config, tokens)[:real])
         assert y[real:].eq(0).all()
         assert scale.isfinite().all() and y.abs().amax().isfinite()
@@ -169,9 +178,11 @@ def test_replays_after_a_timeout(make_ep, rank, size, device):
     step(x)
     torch.cuda.synchronize()
     layer.ep.poll()
+    # Rank 0 has played its last round. The others replay one more.
     if rank != 0:
         step(x)
         torch.cuda.synchronize()
+        # Each further replay raises at once, and its y is zeros.
         for _ in range(2):
             started = time.perf_counter()
             with pytest.raises(epmoe.EPTimeoutError, match=r"rank\(s\) \[0\]"):
@@ -191,6 +202,7 @@ def test_a_replay_that_overflows(make_ep, rank, size, device):
         rounds.real.fill_(real)
         rounds.replay()
         torch.cuda.synchronize()
+        # Only rank 0 has too little room, and hears of it once.
         if real == 16 and rank == 0:
             with pytest.raises(
                 epmoe.EPOverflowError, match=f"needed {16 * size} expert-major rows"
@@ -210,6 +222,7 @@ def test_health_is_read_while_a_kernel_waits(make_ep, rank, size, device):
     d = ep.dispatch(x, ids, weights)
     ep.combine(d.rows, d)
     before = ep.health()
+    # The kernel of the others waits for rank 0.
     if rank != 0:
         d = ep.dispatch(x, ids, weights)
         waiting = torch.cuda.Event()
@@ -218,6 +231,7 @@ def test_health_is_read_while_a_kernel_waits(make_ep, rank, size, device):
             now = ep.health(wait=False)
             assert now.timeouts == 0 and now.rounds in (before.rounds, before.rounds + 1)
         assert not waiting.query(), "reading has waited for the kernel"
+    # Now rank 0 comes, and the round ends.
     dist.barrier()
     if rank == 0:
         d = ep.dispatch(x, ids, weights)
@@ -235,6 +249,7 @@ def test_calls_change_the_stream(make_ep, rank, size, device, phases, T):
     ep = make_ep(ll_max_tokens=32, max_tokens=100)
     tokens = make_tokens(ep.config, rank, T)
     x, ids, weights = given(ep, tokens)
+    # The rows of every round, and the kernels are loaded.
     d = ep.dispatch(x, ids, weights)
     rows = run_experts(ep, d)  # of every round
     assert_y(ep.combine(rows, d), ep.config, tokens)
@@ -242,6 +257,7 @@ def test_calls_change_the_stream(make_ep, rank, size, device, phases, T):
     dist.barrier()
     streams = cycle(torch.cuda.Stream() for _ in range(3))
     ys = []
+    # Each call goes to the next of three streams, behind a sleep.
     for _ in range(6):
         with torch.cuda.stream(next(streams)):
             torch.cuda._sleep(4_000_000)

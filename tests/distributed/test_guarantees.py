@@ -140,6 +140,7 @@ def test_every_kind_of_call_has_the_bits_of_serving(bench, dtype, bias, on_input
         pytest.skip("weights would multiply the numbers of adapters, so it is refused")
     layer = bench.layer(bench.open(computes={"weights_on_input": on_input}), dtype=dtype, bias=bias)
     x = bench.x(dtype=dtype)
+    # A batch, one token, none, and a batch of sequences.
     for tokens in (x, x[:1], x[:0], x[:8].view(2, 4, D)):
         with torch.no_grad():
             want = layer(tokens)
@@ -149,6 +150,7 @@ def test_every_kind_of_call_has_the_bits_of_serving(bench, dtype, bias, on_input
 @pytest.mark.parametrize("shared", [False, True])
 def test_padding(bench, shared):
     """Zeros, whatever it holds, and no gradient knows of it."""
+    # Two layers with the same weights: one gets padding, the other real tokens alone.
     whole, short = (
         bench.layer(shared=nn.Linear(D, D) if shared else None).to(bench.ep.device)
         for _ in range(2)
@@ -157,7 +159,9 @@ def test_padding(bench, shared):
     x = bench.x()
     real = 5
     want = bench.y(short, x[:real])
+    # The padding is NaN and Inf.
     x[real:] = torch.tensor([torch.nan, torch.inf] * (D // 2))
+    # The number of real tokens is an int, or a tensor on the device.
     for given in (real, torch.tensor(real, dtype=torch.int32, device=x.device)):
         whole.zero_grad()
         y = bench.y(whole, x, given)
@@ -173,12 +177,15 @@ def test_a_token_of_nan(bench, scoring, nan_rows):
     layer = bench.layer(ep)
     without = bench.layer(ep)
     x = bench.x()
+    # One rank has a token of NaN; its other tokens are right without it.
     bad = 3 if bench.rank == GIVER else T
     want = bench.y(without, torch.cat([x[:bad], x[bad + 1 :]]))
     x[bad : bad + 1] = torch.nan
     y = bench.y(layer, x)
+    # y of the token is NaN or zeros, as the config says,
     dead = y[bad : bad + 1]
     assert dead.isnan().all() if nan_rows == "propagate" else not dead.any()
+    # and nothing else has changed.
     same(
         [torch.cat([y[:bad], y[bad + 1 :]]), *bench.gradients(layer)],
         [want, *bench.gradients(without)],
@@ -222,17 +229,20 @@ def test_a_wrong_x_on_one_rank(bench, dtype):
     layer = bench.layer(dtype=dtype)
     other = bench.layer(seed=5)
     x = bench.x(dtype=dtype)
+    # Each mistake follows the one before, without a new layer.
     for wrong, (make, error, message) in WRONG.items():
         if dtype == torch.bfloat16:
             message = message.replace("float32", "bfloat16")
             if wrong == "bf16":
                 make = Tensor.float
                 message = r"got float32 \[9, 32\]: the experts"
+        # The rank that is wrong sends nothing.
         sent = bench.ep.health().rows_sent
         bench.fails(
             lambda make=make: bench.y(layer, make(x) if bench.rank == GIVER else x), error, message
         )
         assert bench.rank != GIVER or bench.ep.health().rows_sent == sent
+        # The next round is whole, of another layer, too.
         bench.y(other, bench.x())
     with torch.no_grad():
         want = layer(x)
@@ -286,6 +296,7 @@ def test_an_exception(bench, place, direction):
             "nothing of the library runs there: the caller leaves the group, as docs/failures.md "
             "says"
         )
+    # Two layers, and between or around the experts a module that raises on one rank.
     first = bench.layer()
     second = bench.layer(seed=3)
     plain = nn.Identity()
@@ -297,6 +308,7 @@ def test_an_exception(bench, place, direction):
             experts, *((raising, plain) if place.startswith("before") else (plain, raising))
         )
     model = nn.Sequential(first, between, second)
+    # Twice: what the first exception has left harms no later pass.
     for _ in range(2):
         bench.fails(lambda: bench.y(model, bench.x()), ZeroDivisionError, direction)
         if bench.ep.device.type == "cuda":
@@ -304,6 +316,7 @@ def test_an_exception(bench, place, direction):
                 EPAbortedError
             ):  # of a later round of the pass, which a host that runs ahead has launched
                 bench.ep.check()
+    # Without the module that raises all is as before.
     second.experts = experts
     raising.raises = None
     with torch.no_grad():
@@ -316,6 +329,7 @@ def test_tags_are_taken_once(bench):
     exchange their rows.
     """
     first = bench.layer()
+    # An id that is a tag already, or becomes one, is refused.
     with pytest.raises(ValueError, match="tag 1 must belong to one layer"):
         bench.layer(layer_id=first.tag)
     with pytest.raises(ValueError, match="tag 1 must belong to one layer"):
@@ -324,8 +338,10 @@ def test_tags_are_taken_once(bench):
         5 * 32768 + 2
     )  # no other layer of this process has it, as one that an exception keeps may have 2
     numbered = bench.layer(layer_id=of_tag_2)
+    # A copy is a layer of its own.
     twin = copy.deepcopy(first)
     assert [first.tag, numbered.tag, twin.tag, bench.layer().tag] == [1, 2, 3, 4]
+    # A layer that is gone gives its tag back.
     del numbered
     assert bench.layer(layer_id=of_tag_2).tag == 2, "it is free again"
     while bench.ep.next_tag < 32767:

@@ -79,6 +79,7 @@ def give_up(ep: ExpertParallel, tokens: Tokens, layout: str, state: str) -> None
         ep.combine_send(
             (run_fused_experts if layout == "rank" else run_experts)(ep, handle), handle
         )
+    # A second abort does nothing, and the handle is of no use any more.
     for _ in range(2):
         ep.abort()
     with pytest.raises(ValueError, match=f"round {handle.epoch} is closed"):
@@ -96,6 +97,7 @@ def test_a_rank_gives_a_round_up(make_ep, rank, size, state, on_abort, layout):
         needs_one_node(ep, "sums of other nodes have yet to travel")
     ep.abort()  # no round is open
     first_round(ep, 9, layout)
+    # Twice, on poisoned windows, with a whole round after each.
     for n in (2, 4):
         tokens = make_tokens(ep.config, rank, 16 - rank, seed=n)
         poison(ep)
@@ -109,10 +111,12 @@ def test_a_rank_gives_a_round_up(make_ep, rank, size, state, on_abort, layout):
             )
         assert_y(run_round(ep, tokens, layout), ep.config, tokens)
     ep.check()
+    # Only rounds that took something from others count as aborted.
     if ep.config.topology.num_nodes == 1:
         assert ep.health().aborted_rounds == [2 * (r == GIVER and not sent) for r in range(size)]
     for _ in range(2):
-        give_up(ep, tokens, layout, state)  # so do all other ranks
+        # All ranks give the same round up.
+        give_up(ep, tokens, layout, state)
         assert_y(run_round(ep, tokens, layout), ep.config, tokens)
     ep.check()
 
@@ -178,18 +182,21 @@ def test_an_overflow_beside_an_abort_leaves_nothing_for_the_next_round(
     tokens = make_tokens(ep.config, rank, 16)
     few = make_tokens(ep.config, rank, 2)
     for each in (tokens, few):
-        each.ids[:] = torch.arange(size)  # so that all ranks get all rows
+        # Every rank gets all rows, more than it has room for.
+        each.ids[:] = torch.arange(size)
     for n in (1, 3):
         d = ep.dispatch(*given(ep, tokens))
         if rank == GIVER:
             ep.abort()
         else:
+            # The overflow is the error; the abort is its note.
             said = (
                 f"needed {16 * size} expert-major rows, but capacity.max_expert_rows is {4 * size}"
             )
             with pytest.raises(EPOverflowError, match=said) as caught:
                 ep.combine(run_experts(ep, d), d)
             assert f"round {n}: rank(s) [{GIVER}] aborted the round" in caught.value.__notes__[0]
+        # The next round is whole.
         assert_y(run_round(ep, few), ep.config, few)
     ep.check()
 
@@ -201,7 +208,8 @@ def test_ranks_in_different_layers(make_ep, rank, size, tags, layout):
     differ.
     """
     ep = make_ep(timeout_s=LONG_S, exchange=RAISE)
-    tokens, (mine, other) = make_tokens(ep.config, rank, 9), (tags if rank == GIVER else tags[::-1])
+    tokens = make_tokens(ep.config, rank, 9)
+    mine, other = tags if rank == GIVER else tags[::-1]
     run = {"expert": (ep.combine, run_experts), "rank": (ep.combine_partial, run_fused_experts)}[
         layout
     ]
@@ -210,8 +218,10 @@ def test_ranks_in_different_layers(make_ep, rank, size, tags, layout):
         d = ep.dispatch(*given(ep, tokens), layout=layout, tag=tag)
         return run[0](run[1](ep, d), d)
 
+    # As long as all ranks have the same tag, rounds are right.
     for tag in tags:
         assert_y(tagged(tag), ep.config, tokens)
+    # Then one rank runs another layer than all others.
     witness = next(r for r in range(size) if (r == GIVER) != (rank == GIVER))
     named = f"this rank's tag is {mine}, that of rank {witness} is {other}"
     if (
@@ -221,6 +231,7 @@ def test_ranks_in_different_layers(make_ep, rank, size, tags, layout):
     with pytest.raises(EPMismatchError, match=named):
         tagged(mine)
         ep.check()
+    # On the CPU the next round is whole.
     if ep.device.type == "cpu":
         assert_y(tagged(7), ep.config, tokens)
     dist.barrier()
@@ -234,6 +245,7 @@ def test_abort_waits_for_nobody(ep, rank, size):
             with within(AT_ONCE_S if n else SOON_S):  # on GPUs the first call loads the kernels
                 ep.dispatch_send(*given(ep, tokens))
                 ep.abort()
+        # The others begin when rank 0 has given the round up.
         dist.barrier()
         if rank != 0:
             assert_y(run_round(ep, tokens), ep.config, without_rank(ep, tokens, 0))
@@ -254,11 +266,13 @@ def test_an_abort_takes_nothing_from_the_round_before(ep, rank, size):
         tokens = make_tokens(ep.config, rank, 16, seed=n)
         d = ep.dispatch(*given(ep, tokens))
         ep.combine_send(run_experts(ep, d), d)
+        # Rank 0 adds up, begins the next round and gives it up.
         if rank == 0:
             assert_y(ep.combine_recv(d), ep.config, tokens)
             ep.dispatch_send(*given(ep, tokens))
             ep.abort()
         dist.barrier()
+        # Its sums of the first round are still there for the others.
         if rank != 0:
             assert_y(ep.combine_recv(d), ep.config, tokens)
             assert_y(run_round(ep, tokens), ep.config, without_rank(ep, tokens, 0))
@@ -269,12 +283,14 @@ def test_ranks_that_abort_at_random(ep, rank, size):
     """80 rounds without a barrier, in which each rank gives up where it likes; rounds that none
     gives up are right.
     """
+    # Below 3 a number is a state in which the rank gives the round up.
     choice = torch.randint(0, 12, (80, size), generator=torch.Generator().manual_seed(3)).tolist()
     for n, stops in enumerate(choice):
         tokens = make_tokens(ep.config, rank, (5 * n * (rank + 1)) % 17, seed=n)
         if stops[rank] < 3:
             give_up(ep, tokens, "expert", STATES[1 + stops[rank]])
             continue
+        # A rank that goes on misses the experts of all that have given up.
         y = run_round(ep, tokens)
         for other, stop in enumerate(stops):
             if stop < 3:
@@ -289,6 +305,7 @@ def test_ranks_that_never_end_a_round_that_was_given_up(make_ep, rank, size):
     ep = make_ep(timeout_s=0.4)
     tokens = make_tokens(ep.config, rank, 9)
     topology = ep.config.topology
+    # Over several nodes a rank waits for its own rail.
     awaited = (
         range(topology.ranks_here, size, topology.ranks_here)
         if topology.num_nodes > 1
@@ -298,6 +315,7 @@ def test_ranks_that_never_end_a_round_that_was_given_up(make_ep, rank, size):
     if rank == 0:
         ep.dispatch_send(*given(ep, tokens))
         ep.abort()
+        # The others never come, and each dispatch names them.
         for _ in range(2):
             with (
                 within(0.4 + AT_ONCE_S),
@@ -319,6 +337,7 @@ def test_abort_after_out_of_memory(ep, rank, size, monkeypatch):
         d = getattr(ep, call)(*given(ep, tokens))
         rows = run_experts(ep, d) if call == "dispatch" else None
         with monkeypatch.context() as patch:
+            # No tensor can be made while the round is given up.
             for owner, names in (
                 (torch, ("empty", "zeros", "empty_like")),
                 (torch.Tensor, ("new_empty", "clone")),
@@ -341,6 +360,7 @@ def test_abort_on_a_gpu_that_is_full(make_ep, rank, size, device, payload):
     )
     tokens = make_tokens(ep.config, rank, 16)
     d = ep.dispatch(*given(ep, tokens))
+    # The abort allocates nothing.
     before = torch.cuda.memory_stats(device)["allocation.all.allocated"]
     ep.abort(d)
     assert torch.cuda.memory_stats(device)["allocation.all.allocated"] == before
@@ -356,6 +376,7 @@ def test_leaving_releases_the_others(ep, rank, size, how):
     needs_one_node(ep, "test_two_levels.py has it")
     tokens = first_round(ep, 9)
     if rank == 0:
+        # Rank 0 leaves by an exception or by close, in a round or between two.
         with within(SOON_S), suppress(LookupError), ep:
             if how != "between rounds":
                 ep.dispatch(*given(ep, tokens))
@@ -363,6 +384,7 @@ def test_leaving_releases_the_others(ep, rank, size, how):
                 raise LookupError
             ep.close()
     else:
+        # The others hear at once that it has left.
         with within(SOON_S), pytest.raises(EPTimeoutError, match="left the group") as caught:
             run_round(ep, tokens)
             ep.check()
@@ -429,10 +451,12 @@ def test_ctrl_c_ends_a_backward_pass(steps, rank, device):
     all ranks.
     """
     loss = steps.forward(seed=1)
+    # Rank 0 is interrupted while it waits for the others.
     if rank == 0:
         with ctrl_c():
             loss.backward()
     dist.barrier()
+    # They come later, and learn that the round was given up.
     if rank != 0:
         with pytest.raises(EPAbortedError, match=r"rank\(s\) \[0\] aborted the round"):
             loss.backward()
@@ -454,6 +478,7 @@ def test_another_thread_is_refused_during_a_backward_pass(steps, rank, device):
             refused.append(str(error))
         store().set("go", "")
 
+    # The others come when the refused call has been made.
     if rank != 0:
         store().wait(["go"])
         loss.backward()
@@ -470,6 +495,7 @@ def test_another_thread_is_refused_during_a_backward_pass(steps, rank, device):
 def test_a_forked_child_runs_no_backward_pass(make_ep, rank, device):
     steps = Steps(make_ep, rank)
     loss = steps.forward()
+    # The child tells by its exit code which error it has met.
     child = os.fork()
     if child == 0:
         code = 1
@@ -479,6 +505,7 @@ def test_a_forked_child_runs_no_backward_pass(make_ep, rank, device):
             code = 0 if "of which this process is a fork" in str(error) else 2
         finally:
             os._exit(code)
+    # In the parent the pass goes on as if nothing had happened.
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     loss.backward()
@@ -486,16 +513,19 @@ def test_a_forked_child_runs_no_backward_pass(make_ep, rank, device):
 
 
 def test_group(rank, size, device):
+    # A group of another size,
     with pytest.raises(
         ValueError,
         match=rf"topology\.ep_size must equal the size of the group, {size}, got {size + 1}",
     ):
         ExpertParallel(make_config(size + 1), device=device)
+    # one without a backend for the CPU,
     lonely = dist.new_group(list(range(size)), backend="cuda:gloo")
     with pytest.raises(
         ValueError, match=r"`group` must have a CPU backend, got .*cuda:gloo.*cpu:gloo,cuda:nccl"
     ):
         ExpertParallel(make_config(size), group=lonely, device=device)
+    # and configs that differ on one rank are refused by name.
     M, theirs = (9, 8) if rank == 0 else (8, 9)
     differs = rf"the config of rank {rank} differs from that of rank\(s\) .*"
     with pytest.raises(
@@ -513,6 +543,7 @@ def test_group(rank, size, device):
 
 def test_a_subgroup_numbers_its_own_ranks(rank, size, device):
     """The first ranks and the last two ranks are separate groups."""
+    # Over three ranks one of the groups has a single rank.
     parts = [part for part in (list(range(size - 2)), [size - 2, size - 1]) if part]
     for members, group in [(part, dist.new_group(part)) for part in parts]:
         if rank not in members:

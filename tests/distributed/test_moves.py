@@ -119,9 +119,11 @@ def test_experts_move_while_rounds_go_on(make, size, rank, few):
     draw = random.Random(rank)
     rounds = 0
     for number in range(4):
+        # A new table, to which all ranks move at their own pace.
         target = draw_table(ep, seed=number)
         loads = torch.rand(L, E, generator=generator(number))
         moves = ep.replace(target, slots.of, loads=loads)
+        # Each rank polls as often as it likes between two rounds.
         for _ in range(12):
             play(
                 ep, slots, rounds, rounds % L, T=random.Random(31 * rounds + rank).randrange(M + 1)
@@ -130,6 +132,7 @@ def test_experts_move_while_rounds_go_on(make, size, rank, few):
             for _ in range(draw.randrange(6)):
                 ep.poll()
         ep.apply()
+        # At the end all experts are where the table says, whole.
         assert moves.done and not moves.stalls
         slots.check()
         assert torch.equal(*(table.view(L, size, -1).sort().values for table in (ep.slots, target)))
@@ -137,6 +140,7 @@ def test_experts_move_while_rounds_go_on(make, size, rank, few):
 
 
 def test_equal_tables_give_equal_bits(ep, slots):
+    # y with the first table, behind the move, and back again.
     first = [play(ep, slots, seed, seed % L, 9) for seed in range(L)]
     start = ep.slots.clone()
     begin(slots, 3)
@@ -154,6 +158,7 @@ def test_shares_follow_loads(ep, slots, several, size, rank):
     """The whole load on one expert with copies: they take as much of it as each other."""
     ep.exchange.plan.sizes["few_tokens"] = 0
     assert ep.loads().sum() == 0
+    # Which ranks have a copy of expert 0, and all load is its.
     holders = (ep.slots.view(L, size, -1)[0] == 0).any(1)
     loads = torch.zeros(L, E)
     loads[:, 0] = 1
@@ -162,12 +167,14 @@ def test_shares_follow_loads(ep, slots, several, size, rank):
     dist.barrier()
     for seed in range(20):
         x, _, weights = make_round(rank, seed, M)
+        # All tokens go to expert 0.
         ids = torch.tensor([[0, -1, -1]], dtype=torch.int32).repeat(M, 1)
         d = ep.dispatch(*(t.to(ep.device) for t in (x, ids, weights)), tag=1)
         ep.combine(slots.run(d, 0), d)
     ep.check()
     ep.loads()
     dist.barrier()
+    # Every token was counted, and each holder has had its share.
     total = ep.loads()
     assert total[0, 0] == 20 * M * size and total.sum() == total[0, 0]
     mine = torch.tensor(ep.health().tokens_per_expert).sum() / (total[0, 0] / holders.sum())
@@ -178,11 +185,13 @@ def test_moves_that_are_cancelled_leave_every_expert_in_use(ep, slots, size, ran
     moves = begin(slots, 5)
     if rank == 0:
         moves.cancel()
+    # Rounds go on while the ranks agree on where to stop.
     for seed in range(8):
         play(ep, slots, seed, seed % L, 5)
         ep.poll()
     ep.apply()
     assert moves.done
+    # All have stopped at the same table, and may move again.
     assert_alike(size, ep.slots.tolist())
     begin(slots, 6)
     ep.apply()

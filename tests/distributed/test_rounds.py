@@ -36,6 +36,7 @@ def test_200_rounds_back_to_back(make_ep, rank, size):
     M = 20
     ep = make_ep(experts=13, top_k=6, max_tokens=M, placement=PLACEMENT)
     for n in range(200):
+        # T goes through 0 to M in steps that differ from rank to rank.
         tokens = make_tokens(
             ep.config,
             rank,
@@ -51,6 +52,7 @@ def test_200_rounds_back_to_back(make_ep, rank, size):
 def test_bitwise_the_same_on_repeated_runs(make_ep, rank, size, dtype, layout):
     ep = make_ep(experts=23, top_k=8, hidden=256, dtype=dtype, placement=PLACEMENT)
     tokens = make_tokens(ep.config, rank, 16, kind="zipf")
+    # Other rounds lie between two of the same tokens.
     first = run_round(ep, tokens, layout)
     other = make_tokens(ep.config, rank, 2 * rank, seed=1)
     for _ in range(10):
@@ -65,7 +67,9 @@ def test_the_same_tokens_have_the_same_y_on_all_ranks(make_ep, rank, size, dtype
     three ranks to tell.
     """
     ep = make_ep(experts=23, top_k=8, hidden=256, dtype=dtype)
+    # All ranks bring the tokens of rank 0.
     ours = run_round(ep, make_tokens(ep.config, 0, 16, kind="zipf"), layout).cpu()
+    # So y is equal everywhere.
     everywhere = [torch.empty_like(ours) for _ in range(size)]
     dist.all_gather(everywhere, ours)
     assert all(torch.equal(y, ours) for y in everywhere)
@@ -78,12 +82,14 @@ def test_the_value_to_set_is_that_of_the_fullest_rank(make_ep, rank, size):
     """Two ranks have too little room: both errors name the rows that the fuller one needed."""
     ep = make_ep(experts=2 * size, top_k=1, max_tokens=8, capacity={"max_expert_rows": 4})
     T = 8
+    # Each rank has three tokens for rank 0 and five for rank 1, with room for four rows.
     ids = torch.full((T, 1), 2, dtype=torch.int32)  # rank 1
     ids[:3] = 0
     d = ep.dispatch(
         torch.ones(T, ep.config.model.hidden_size, device=ep.device), ids, torch.ones(T, 1)
     )
     rows = run_experts(ep, d)
+    # Ranks with room hear of nothing.
     if rank > 1:
         ep.combine(rows, d)
     else:
@@ -110,13 +116,16 @@ def test_ranks_of_few_tokens_have_small_gaps(make_ep, rank, size, gap_rows, ll_m
     ep = make_ep(**options, capacity={"gap_rows": gap_rows})
     on_gpus = ep.device.type == "cuda" and ep.config.topology.num_nodes == 1
     assert ep.config.alignment == 128
+    # All ranks alike, one alone with many or none, and all different.
     others = [16, 127, 128, M]
     mixed = [M, *[16] * (size - 1)], [0, *[M] * (size - 1)], [others[r % 4] for r in range(size)]
     for n, counts in enumerate([*([T] * size for T in (0, *others)), *mixed]):
         tokens = [make_tokens(ep.config, r, T, seed=n) for r, T in enumerate(counts)]
         d = check_round(ep, tokens, "expert", aligned=True).d
+        # The handle says which alignment this rank has got,
         small = on_gpus and counts[rank] <= few
         assert d.alignment == (64 if small else 128)
+        # and segments begin at multiples of the one that all agreed on.
         starts = d.expert_offsets.cpu()
         assert (starts % (64 if small and max(counts) <= ll_max_tokens else 128) == 0).all()
 
@@ -128,6 +137,7 @@ def test_experts_without_rows_hand_back_none(make_ep, rank, size):
     x = torch.full((2, D), rank + 1.0, dtype=ep.config.model.torch_dtype, device=ep.device)
     ids = torch.zeros(2, 1, dtype=torch.int32, device=ep.device)  # all tokens go to rank 0
     for _ in range(3):
+        # Only rank 0 gets rows; y is x, since weights are 1.
         d = ep.dispatch(x, ids, torch.ones(2, 1, device=ep.device))
         used = int(d.expert_offsets[-1])
         assert (used == 0) == (rank > 0)
@@ -141,12 +151,13 @@ def test_rows_past_the_capacity(make_ep, rank, size, alignment):
     """
     capacity = {"max_expert_rows": 16 * size, "alignment": alignment}
     config = {"experts": 4 * size, "top_k": 2, "max_tokens": 16}
+    # The inputs come from a config with room, so that only the room differs.
     tokens = []
     for r in range(size):
         tokens.append(make_tokens(make_ep(**config).config, r, 16))
         tokens[r].ids[:] %= 4
-    x, ids, weights = (t for t in (tokens[rank].x, tokens[rank].ids, tokens[rank].weights))
 
+    # With "drop" y lacks the dropped pairs, and health counts them.
     dropping = make_ep(**config, capacity=capacity | {"on_overflow": "drop"})
     for _ in range(3):
         poison(dropping)
@@ -155,8 +166,9 @@ def test_rows_past_the_capacity(make_ep, rank, size, alignment):
     dropped = dropping.health().dropped_pairs
     assert dropped >= 3 * 16 * size if rank == 0 else dropped == 0
 
+    # By default the rank without room raises, and the others go on.
     raising = make_ep(**config, capacity=capacity)
-    x, ids, weights = (t.to(raising.device) for t in (x, ids, weights))
+    x, ids, weights = given(raising, tokens[rank])
     for _ in range(2):
         d = raising.dispatch(x, ids, weights)
         rows = run_experts(raising, d)
@@ -178,8 +190,8 @@ EXTRA = {"extra": torch.ones(6, dtype=torch.int16)}
 HIDDEN = "hidden size (D)"
 EXPERTS = "experts per token (K)"
 LONGER = "elements of x and `extra`"
-# options of `make_ep`, arguments of all ranks and of the last one, what differs, by name, on the
-# two
+# Options of `make_ep`, arguments of all ranks and of the last one, the name of what differs, and
+# its values on the other ranks and on the last one.
 DISAGREE = {
     "D": ({}, {}, lambda x, ids, weights: {"x": x[:, :32]}, HIDDEN, (64, 32)),
     "K": (
@@ -213,6 +225,7 @@ def test_ranks_that_disagree_hear_of_it(make_ep, rank, size, what):
     On the CPU the next round is complete. On GPUs, whose hosts hear of it in different rounds, no
     rank goes on.
     """
+    # The last rank makes another call than all others.
     options, arguments, of_last, name, values = DISAGREE[what]
     ep = make_ep(top_k=4, **options)
     tokens = make_tokens(ep.config, rank, 6)
@@ -221,6 +234,7 @@ def test_ranks_that_disagree_hear_of_it(make_ep, rank, size, what):
     mine, theirs = values if rank < size - 1 else values[::-1]
     call |= of_last(*inputs) if rank == size - 1 else {}
     call = {key: value if value is None else value.to(ep.device) for key, value in call.items()}
+    # Each rank hears its own value and that of the other side.
     says = re.escape(f"by this: {name} is {mine} here and {theirs} there; they must be equal")
     # Ranks of other rails than the last rank's hear of it, and no more.
     elsewhere = ep.config.topology.num_nodes > 1
@@ -235,6 +249,7 @@ def test_ranks_that_disagree_hear_of_it(make_ep, rank, size, what):
         or elsewhere
         and not error.value.differences
     )
+    # The mismatch has closed the round: the next one is whole.
     if ep.device.type == "cpu":
         return assert_y(run_round(ep, tokens), ep.config, tokens)
     for _ in range(2):
@@ -252,9 +267,11 @@ def test_a_mismatch_stays_for_a_host_that_runs_ahead(make_ep, rank):
     x, ids, weights = given(ep, tokens)
     k = 3 if rank == 0 else 4
     graph = torch.cuda.CUDAGraph()
+    # One round is captured with the K of this rank.
     with torch.cuda.graph(graph):
         d = ep.dispatch(x, ids[:, :k], weights[:, :k])
         y = ep.combine(d.rows, d)
+    # Hosts launch ten of them before they look: no y may be left as it was.
     for _ in range(10):
         poison_(y)
         graph.replay()
@@ -273,12 +290,14 @@ def test_a_rank_that_stays_away(make_ep, rank, size, stage, phases):
     tokens = first_round(ep, 6)
     inputs = given(ep, tokens)
     ep.poll()
+    # Rank 0 comes to no stage behind this one.
     d = ep.dispatch(*inputs) if stage == "combine" else None
     before = ep.health().waited_s[0]
     if rank != 0:
         with pytest.raises(
             epmoe.EPTimeoutError, match=rf"{stage} of round 2 .*rank\(s\) \[0\]"
         ) as caught:
+            # Whichever call waits for rank 0 first raises.
             d = d or (
                 ep.dispatch_recv(ep.dispatch_send(*inputs)) if phases else ep.dispatch(*inputs)
             )
@@ -287,18 +306,21 @@ def test_a_rank_that_stays_away(make_ep, rank, size, stage, phases):
                 ep.combine_send(rows, d)
             ep.combine_recv(d) if phases else ep.combine(rows, d)
             ep.check()
+        # The error names the stage and the rank, and stays.
         assert (caught.value.stage, caught.value.missing_ranks) == (stage, [0])
         for call in (ep.poll, ep.check, ep.poll):
             with pytest.raises(epmoe.EPTimeoutError, match=r"rank\(s\) \[0\]"):
                 call()
         health = ep.health()
         assert health.timeouts == 1
+        # They have waited for as long as the deadline says.
         if ep.config.topology.num_nodes == 1 and not RANKS_SHARE_GPUS:
             waited_s = health.waited_s[0] - before
             assert 0 < waited_s < SOON_S
             # Of more than two ranks, one may have started its wait earlier.
             assert size > 2 or waited_s >= SHORT_S
     dist.barrier()
+    # A new `ExpertParallel` of the same ranks works.
     again = make_ep()
     assert_y(run_round(again, tokens), again.config, tokens)
 
@@ -306,13 +328,16 @@ def test_a_rank_that_stays_away(make_ep, rank, size, stage, phases):
 def test_health_counts(make_ep, rank, size):
     ep = make_ep(experts=2 * size, top_k=2, max_tokens=8)
     E = 2 * size
+    # Of five rows of logits one is NaN, and the last one is padding.
     logits = torch.zeros(5, E, device=ep.device)
     logits[1] = torch.nan
     ep.route(logits, num_tokens=4)
+    # Duplicate ids, ids outside of the experts, and a weight that is NaN.
     ids = torch.tensor([[0, 0], [1, 1], [-1, E], [E + 1, -2], [0, E - 1]], device=ep.device)
     weights = torch.tensor([[1, 1], [1, 1], [1, 1], [1, 1], [torch.nan, 1]], device=ep.device)
     d = ep.dispatch(torch.ones(5, 64, device=ep.device), ids, weights)
     ep.combine(run_experts(ep, d), d)
+    # Each of them is counted once.
     health = ep.health()
     assert (health.sanitised_rows, health.padded_rows) == (1, 1)
     assert (health.out_of_range_ids, health.duplicate_ids, health.nonfinite_weights) == (2, 2, 1)
@@ -320,6 +345,7 @@ def test_health_counts(make_ep, rank, size):
     pairs = {0: [2 * size, 2 * size], size - 1: [0, size]} if size > 1 else {0: [2, 3]}
     assert health.tokens_per_expert == pairs.get(rank, [0, 0])
     G = ep.config.topology.ranks_here
+    # Rank 0 gets two rows of each source, the last rank one.
     rows_sent = [0] * size
     for owner, rows in ((0, 2), (size - 1, 1)):  # of each source
         if owner // G == rank // G:

@@ -128,7 +128,9 @@ class Leaves:
         draw = generator(1000 * program.seed + rank)
         T = program.tokens[rank]
         self.layers = program.layers
-        self.ids, values = [], {"x": torch.randn(T, D, generator=draw)}
+        self.ids = []
+        values = {"x": torch.randn(T, D, generator=draw)}
+        # Ids may name no expert, and some weights are 0.
         for i in range(len(program.layers)):
             ids = torch.randint(-1, E + 1, (T, program.K), generator=draw)
             self.ids.append(ids.to(device, program.layers[i].id_dtype))
@@ -136,7 +138,9 @@ class Leaves:
             values[f"weights {i}"] = torch.rand(T, program.K, generator=draw) * kept
         self.grad_y = torch.randn(T, D, generator=draw).to(device, dtype)
         for i in range(len(program.layers)):
+            # Experts are the same on all ranks.
             values[f"experts {i}"] = 0.5 + torch.rand(E, generator=generator(program.seed * 10 + i))
+        # In fp64 on the CPU for the reference, else in the dtype of the case.
         self.values = {name: value.to(device, dtype) for name, value in values.items()}
         self.values["x"].requires_grad_(program.trains_x)
         for i, layer in enumerate(program.layers):
@@ -152,6 +156,7 @@ def output(program: Program, x: Tensor, layer) -> Tensor:
     h = x
     results = []
     for number in program.order:
+        # A layer that detaches has no part in the gradient of what is before it.
         given = h.detach() if program.layers[number].detaches else h
         y = layer(number, given)
         results.append(y)
@@ -168,6 +173,7 @@ def real_tokens(layer: LayerDraw, tokens: int) -> int:
 
 def exchanged_layer(program: Program, exchange: TrainingExchange, leaves: Leaves):
     """The layers over an exchange. Experts are tanh(row) · scale; rows of no pair become NaN."""
+    # The experts that this rank holds.
     held = exchange.ep.placement.logical_experts(exchange.ep.rank)
 
     def layer(number: int, h: Tensor) -> Tensor:
@@ -190,6 +196,7 @@ def exchanged_layer(program: Program, exchange: TrainingExchange, leaves: Leaves
                 num_tokens=count[drawn.num_tokens],
                 tag=number + 1,
             )
+            # Each row finds its expert; rows in gaps belong to none.
             numbers = torch.arange(len(routed.rows), dtype=torch.int32, device=h.device)
             expert = torch.searchsorted(routed.expert_offsets, numbers, right=True) - 1
             ends = torch.cat(
@@ -197,11 +204,13 @@ def exchanged_layer(program: Program, exchange: TrainingExchange, leaves: Leaves
             )
             has_pair = numbers < ends[expert]
             scale = torch.cat([scales[held], scales.new_zeros(1)])[expert]
+            # The expert; rows of no pair must reach nothing.
             rows = torch.tanh(routed.rows.where(has_pair[:, None], 0.0)) * scale[:, None]
             if routed.row_weights is not None:
                 rows = (rows * routed.row_weights.where(has_pair, 0.0)[:, None]).to(rows.dtype)
             return exchange.combine(rows.where(has_pair[:, None], torch.nan), routed)
 
+        # Through a checkpoint of either kind, or without one.
         arguments = h, leaves[f"weights {number}"], leaves[f"experts {number}"]
         if drawn.call == "plain":
             return run(*arguments)
@@ -221,6 +230,7 @@ def dense_layer(leaves: Leaves):
         real = torch.arange(len(h), device=h.device)[:, None] < real_tokens(
             leaves.layers[number], len(h)
         )
+        # Pairs that count.
         live = (ids >= 0) & (ids < E) & real
         factors = leaves[f"weights {number}"] * torch.where(live, scales[ids.clamp(0, E - 1)], 0.0)
         return torch.tanh(h) * factors.sum(1, keepdim=True)
@@ -232,6 +242,7 @@ def gradients(program: Program, leaves: Leaves, y: Tensor, *, keep: bool) -> dic
     """By the drawn pass; zeros where a leaf has no part in y."""
     loss = (y * leaves.grad_y).sum()
     names = [name for name, value in leaves.values.items() if value.requires_grad]
+    # torch.autograd.grad of some leaves, or a whole backward pass.
     if program.asked is not None:
         names = [name for name in names if name in program.asked]
         given = torch.autograd.grad(
@@ -253,6 +264,7 @@ def wanted(program: Program, rank: int, size: int) -> dict[str, Tensor]:
     of all ranks.
     """
     total: dict[str, Tensor] = {}
+    # Experts have gradients of the tokens of all ranks.
     for other in range(size):
         leaves = Leaves(program, other, torch.float64, torch.device("cpu"))
         y = output(program, leaves["x"], dense_layer(leaves))
@@ -272,10 +284,12 @@ def check(
     ep = exchange.ep
     want = wanted(program, rank, size)
     leaves = Leaves(program, rank, dtype, ep.device)
+    # Memory that nobody writes is NaN.
     with poisoned_memory():
         y = output(program, leaves["x"], exchanged_layer(program, exchange, leaves))
         if want and y.requires_grad:
             passes = [gradients(program, leaves, y, keep=program.repeats)]
+            # A second pass over the same graph has the same bits.
             if program.repeats:
                 passes.append(gradients(program, leaves, y, keep=False))
             assert all(got.keys() == want.keys() for got in passes)

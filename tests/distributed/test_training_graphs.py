@@ -49,10 +49,12 @@ class Layer(torch.nn.Module):
         routed = self.exchange.dispatch(
             x, ids, weights, weights_on=self.weights_on, num_rows=self.num_rows, tag=self.tag
         )
+        # Each row finds its expert; rows past the last segment are none.
         numbers = torch.arange(len(routed.rows), dtype=torch.int32, device=x.device)
         expert = torch.searchsorted(routed.expert_offsets, numbers, right=True) - 1
         real = numbers < routed.expert_offsets[-1]
         factor = torch.cat([self.scale, self.scale.new_zeros(1)])[expert.where(real, -1)]
+        # The expert: its rows times its parameter.
         rows = routed.rows.where(real[:, None], 0.0) * factor[:, None]
         if routed.row_weights is not None:
             rows = rows * routed.row_weights[:, None]
@@ -91,10 +93,12 @@ def gradients(loss: torch.Tensor, *leaves: torch.Tensor, **options: bool) -> lis
 
 def test_the_experts_alone_train_and_nobody_does(exchange, inputs):
     """No round is left open for a backward pass, or by one that needs no gradients of tokens."""
-    layer, (x, ids, weights) = Layer(exchange), inputs
+    layer = Layer(exchange)
+    x, ids, weights = inputs
     for tokens, factors, rounds in ((x.detach(), weights.detach(), 2), (x, weights, 1)):
         before = exchange.ep.exchange.rounds.count
         with torch.set_grad_enabled(rounds == 2):
+            # The second time without grad mode: one round, none for a backward pass.
             y = layer(tokens, ids, factors)
         if rounds == 2:
             y.square().sum().backward()
@@ -126,17 +130,20 @@ def test_checkpoints_compute_the_same_bits(exchange, inputs, reentrant, weights_
             h = h + call(layer, h, ids, weights)
         for tensor in leaves:
             tensor.grad = None
+        # The rounds of the backward pass are counted.
         before = exchange.ep.exchange.rounds.count
         h.square().sum().backward()
         return [
             tensor.grad.clone() for tensor in leaves
         ], exchange.ep.exchange.rounds.count - before
 
+    # A checkpoint plays the rounds again: twice as many, with the same bits.
     plain, rounds = run(lambda layer, *inputs: layer(*inputs))
     again, more = run(lambda layer, *inputs: checkpoint(layer, *inputs, use_reentrant=reentrant))
     assert all(map(torch.equal, plain, again)) and (rounds, more) == (2, 4) and closed(exchange)
     if reentrant:
         return
+    # A policy that keeps the rounds plays none again.
     saved = {torch.ops.epmoe.train_dispatch.default, torch.ops.epmoe.train_combine.default}
 
     def policy(ctx, operator, *args, **kwargs):

@@ -77,6 +77,7 @@ class OwnLayer(torch.nn.Module):
         self.layer, self.exchange = layer, TrainingExchange(layer.ep)
 
     def forward(self, x: Tensor) -> Tensor:
+        # The stages of a layer, as users write them.
         routing = route(self.layer.logits(x), K)
         routed = self.exchange.dispatch(
             x, *routing, num_rows=self.layer.num_rows, weights_on="both", tag=self.layer.tag
@@ -123,10 +124,12 @@ def test_compiled_layers(make_ep, rank, budgeted, backend, kind, num_rows, fullg
     )  # ranks wait while another one compiles
     layers = make_layers(ep, num_rows=num_rows)
     model = Graph([OwnLayer(layer) for layer in layers] if own else layers, kind)
+    # What eager layers give, and how many rounds they play.
     inputs = [randn(T, D, seed=rank).to(ep.device).requires_grad_(), *model.parameters()]
     want = torch.autograd.grad(model(inputs[0]), inputs, materialize_grads=True)
     rounds = ep.health().rounds
     step = torch.compile(model, backend=backend, fullgraph=fullgraph)
+    # A second call takes the graph of the first.
     for _ in range(2):
         got = torch.autograd.grad(step(inputs[0]), inputs, materialize_grads=True)
         before = ep.health().rounds
@@ -135,6 +138,7 @@ def test_compiled_layers(make_ep, rank, budgeted, backend, kind, num_rows, fullg
                 0.0 if backend == "aot_eager" else 1e-5 * b.abs().max().item()
             )  # inductor adds in another order
             torch.testing.assert_close(a, b, rtol=0.0, atol=limit)
+    # One eager step and two compiled ones have played the same rounds.
     assert before == 3 * rounds
     ep.check()
 
@@ -157,6 +161,7 @@ def test_shapes_and_shared_experts(make_ep, rank, shape):
     ep = make_ep(experts=E, top_k=K, hidden=D)
     [layer] = make_layers(ep, 1)
     x = randn(*shape, seed=rank).to(ep.device).requires_grad_()
+    # A shared expert adds to y, in tokens of any shape or in none.
     alone = layer(x)
     layer.shared = lambda x_TD: 2 * x_TD
     y = layer(x)
@@ -183,6 +188,7 @@ def test_checkpoints_in_what_is_compiled(make_ep, rank, wholly):
             return 2 * checkpoint(lambda z: second(first(z)).tanh(), x, use_reentrant=False)
         return checkpoint(second, checkpoint(first, x, use_reentrant=False), use_reentrant=False)
 
+    # Eager first, then compiled: the same bits.
     want = gradients_of(run, layers, x)
     torch._dynamo.reset()
     got = gradients_of(torch.compile(run, backend="aot_eager"), layers, x)
@@ -197,6 +203,7 @@ def test_compilers_may_make_numbers_of_layers_symbolic(make_ep, rank):
     x = randn(T, D, seed=rank).to(ep.device).requires_grad_()
     want = gradients_of(layers, layers, x)
     torch._dynamo.reset()
+    # Layers differ in numbers alone, which then become inputs of one graph.
     with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
         compiled = torch.nn.Sequential(
             *(torch.compile(layer, backend="aot_eager") for layer in layers)

@@ -46,6 +46,7 @@ def stalls() -> Iterator[Callable[[], float]]:
     def stalled_s() -> float:
         return late_s + max(0.0, time.monotonic() - beat - 2 * LOOK_S)
 
+    # A thread looks at the clock all the time: what it misses the process has missed.
     def look() -> None:
         nonlocal beat, late_s
         while not ended.wait(LOOK_S):
@@ -74,6 +75,7 @@ def until_it_sleeps(process: int, looks: int = 3) -> None:
     """Returns when the main thread of a process has slept in so many looks in a row, as in a wait
     for other ranks, or after 500 looks: some waits for GPUs do not sleep.
     """
+    # The state of the thread is the field behind its name.
     seen = 0
     for _ in range(500):
         time.sleep(LOOK_S)

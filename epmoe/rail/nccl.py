@@ -214,12 +214,12 @@ def nccl_group(name: str, rank: int, size: int) -> Any:
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _NEVER
+    # torch reads the variable while it makes the group: other groups have their own.
     before = os.environ.get(_NO_WATCHDOG)
     try:
         os.environ[_NO_WATCHDOG] = "1"
-        return dist.ProcessGroupNCCL(
-            dist.PrefixStore(f"epmoe/{name}", _get_default_store()), rank, size, options
-        )
+        store = dist.PrefixStore(f"epmoe/{name}", _get_default_store())
+        return dist.ProcessGroupNCCL(store, rank, size, options)
     finally:
         del os.environ[_NO_WATCHDOG]
         if before is not None:

@@ -255,6 +255,7 @@ class Exchange(ABC):
         """
         if device_ends(self.device, timeout_s, self.check):
             return
+        # What did not end is the stage that was launched last: of a closed round, combine.
         why = (
             f"did not end on this rank's own GPU within {timeout_s} s: its own kernel was not "
             "scheduled, since others hold the GPU, or it waits for ranks"

@@ -53,8 +53,8 @@ def launches(
     `major` is that of the compute capability.
     """
     sizes = plan.sizes
-    # The library returns both structs, one behind the other.
     call = (tokens, sizes["D"], sizes["K"], ops.DTYPES.index(dtype), expert_major, send, receive)
+    # The library returns both structs, one behind the other.
     policy = memoryview(ops.launch_policy(_as_tensor(plan), *call, multiprocessors, major).numpy())
     of_combine = policy[sizeof(struct("DispatchLaunch")) :]
     dispatch = _launch("DispatchLaunch", policy, "recv_lines", "send_lines")

@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from itertools import count
 
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, ValidationError

@@ -111,7 +111,8 @@ class ExpertAdapters(nn.Module):
                 self.register_buffer(name, zeros, persistent=False)
         self._choose()
 
-    @torch.inference_mode()  # buffers of either mode can be written in it
+    # Buffers of either mode can be written in inference mode.
+    @torch.inference_mode()
     def put_local(self, number: int, adapter: LoRA) -> None:
         """Make an adapter the one with this number on this rank, from the next call on.
 
@@ -173,7 +174,7 @@ class ExpertAdapters(nn.Module):
             made[name] = (a, b)
         return LoRA(**made)
 
-    @torch.inference_mode()  # as above
+    @torch.inference_mode()
     def clear_local(self, number: int) -> None:
         """Make the adapter with this number zeros on this rank. Raises ValueError where there is no
         such number.
@@ -197,6 +198,7 @@ class ExpertAdapters(nn.Module):
         """
         with _writable_anywhere():
             for name, buffer in list(self.named_buffers()):
+                # Room for so many, with what the first ones had.
                 if len(buffer) != experts:
                     fitted = buffer.new_zeros(experts, *buffer.shape[1:])
                     fitted[: len(buffer)] = buffer[:experts]
@@ -210,10 +212,15 @@ class ExpertAdapters(nn.Module):
         beyond the last adapter are zeros, so any number that is no adapter's adds nothing, and
         undefined rows may have any.
         """
-        columns = torch.arange(self.gate_up_a.shape[1], dtype=torch.int32, device=numbers.device)
-        masked = numbers[:, None] != columns.div_(self.rank, rounding_mode="floor")
+        # Each adapter has `rank` columns that follow one another.
+        C = self.gate_up_a.shape[1]
+        columns_C = torch.arange(C, dtype=torch.int32, device=numbers.device)
+        adapters_C = columns_C.div_(self.rank, rounding_mode="floor")
         return Added(
-            self._gemm, (self.gate_up_a, self.gate_up_b), (self.down_a, self.down_b), masked
+            gemm=self._gemm,
+            gate_up=(self.gate_up_a, self.gate_up_b),
+            down=(self.down_a, self.down_b),
+            masked_columns=numbers[:, None] != adapters_C,
         )
 
     def of_expert(self, local: int) -> list[Tensor]:
@@ -232,7 +239,7 @@ class ExpertAdapters(nn.Module):
         names = [choose("torch", *pair)[0] for pair in pairs]
         self._gemm = GEMMS[max(names, key=list(GEMMS).index)]
 
-    @torch.inference_mode()  # as above
+    @torch.inference_mode()
     def _lose(self) -> None:
         """Make all adapters zeros, which were here and have to be put again."""
         for buffer in self.buffers():

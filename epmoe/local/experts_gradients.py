@@ -238,6 +238,7 @@ def _(
     w_down: Any,
     *rest: Any,
 ) -> Any:
+    # Gradients have the shapes of the inputs, which may be None here.
     _gate_up_bias, _down_bias, offsets, *_, needs = rest
     e = offsets.shape[0] - 1
     N, D = grad.shape

@@ -72,7 +72,7 @@ class Stage(NamedTuple):
         return next(name for name in self.gemms if GEMMS[name].takes_all_calls)
 
     def serve(
-        self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments
+        self, weights: Weights, rows_ND: Tensor, scales: Tensor | None, segments: Segments
     ) -> Tensor:
         """Rows [N, D], in the dtype of outputs or fp8 with scales fp32 [N, D/128], → outputs [N,
         D], no gradients.
@@ -81,17 +81,19 @@ class Stage(NamedTuple):
         segments.
         """
         gemm = self._gemm_of(segments, weights.down.dtype)
-        N, D = rows.shape
+        N, D = rows_ND.shape
+        # A rank without experts.
         if not len(weights.down):
-            return rows.new_empty(N, D, dtype=weights.dtype)
-        with without_autocast(rows.device):
-            if rows.device.type != "cpu" or torch.compiler.is_compiling():
-                return gemm.experts(weights, rows, scales, segments)
+            return rows_ND.new_empty(N, D, dtype=weights.dtype)
+        with without_autocast(rows_ND.device):
+            if rows_ND.device.type != "cpu" or torch.compiler.is_compiling():
+                return gemm.experts(weights, rows_ND, scales, segments)
             # On CPUs the host knows how many rows there are, without synchronisation.
             n = int(segments.offsets[-1])
             if scales is not None:
                 scales = scales[:n]
-            out_nD = gemm.experts(weights, rows[:n], scales, segments)
+            out_nD = gemm.experts(weights, rows_ND[:n], scales, segments)
+        # Outputs of the other rows are undefined.
         if n == N:
             return out_nD
         out_ND = out_nD.new_empty(N, D)
@@ -99,7 +101,7 @@ class Stage(NamedTuple):
         return out_ND
 
     def train(
-        self, weights: Weights, rows: Tensor, row_weights: Tensor | None, segments: Segments
+        self, weights: Weights, rows_ND: Tensor, row_weights: Tensor | None, segments: Segments
     ) -> Tensor:
         """Rows [N, D] → outputs [N, D] with gradients of rows, weights and biases, and of
         `row_weights` fp32 [N].
@@ -107,11 +109,10 @@ class Stage(NamedTuple):
         The bits are those of `serve` by the same GEMM. Weights, rows and biases have one dtype:
         fp32, fp16 or bf16.
         """
-        with without_autocast(rows.device):
-            rows = rows.contiguous()
-            out: Tensor
-            out, _ = train_experts(
-                rows,
+        with without_autocast(rows_ND.device):
+            out_ND: Tensor
+            out_ND, _ = train_experts(
+                rows_ND.contiguous(),
                 row_weights,
                 weights.gate_up,
                 weights.down,
@@ -122,7 +123,7 @@ class Stage(NamedTuple):
                 *weights.gating,
                 self.trained,
             )
-        return out
+        return out_ND
 
     def _gemm_of(self, segments: Segments, dtype: torch.dtype) -> Gemm:
         """Find the GEMM for a call with such segments, which another one would misread."""

@@ -30,9 +30,8 @@ def gloo_group(name: str, rank: int, size: int, connect: timedelta) -> Any:
     one again, and with it the addresses that its ranks had. Collective over its ranks. torch
     declares few of the methods.
     """
-    return dist.ProcessGroupGloo(
-        dist.PrefixStore(f"epmoe/{name}", _get_default_store()), rank, size, connect
-    )
+    store = dist.PrefixStore(f"epmoe/{name}", _get_default_store())
+    return dist.ProcessGroupGloo(store, rank, size, connect)
 
 
 def connect_within(timeout_s: float | None) -> timedelta:

@@ -98,6 +98,7 @@ class Slabs:
         inside_epoch: int,
         most_tokens: int | None,
     ) -> None:
+        # The call, and the rounds in which its rows travel.
         self.memory = memory
         self.shape = shape
         self.epoch = epoch
@@ -128,11 +129,11 @@ class Slabs:
         self.notes = int(on_cpu)
         self._back: Transfer | None = None
 
-        # The way out. gloo ends a process that receives more than it has room for, so on CPUs each
-        # slab that arrives has room for the longest one.
+        # The way out. gloo ends a process that receives more than it has room for, so on CPUs the
+        # stride between slabs that arrive has room for the longest one.
         one_each = memory.one_each()
         self.rows_of_nodes = [slab_rows * one for one in one_each]
-        self.stride = S if on_cpu else slab_rows  # slots from one received slab to the next
+        self.stride = S if on_cpu else slab_rows
         room = [self.stride * one for one in one_each]
         sent = memory.views["rail.sent"].flatten(0, 1)[: sum(self.rows_of_nodes)]
         received = self._space()[slab_rows : slab_rows + sum(room)]

@@ -211,8 +211,10 @@ def _as_dict(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, Any]:
     ranks = []
     for rank, plan in enumerate(plans):
         sizes = {
-            f"{part}_bytes": getattr(plan, f"{part}_bytes")
-            for part in ("window", "scratch", "rail", "total")
+            "window_bytes": plan.window_bytes,
+            "scratch_bytes": plan.scratch_bytes,
+            "rail_bytes": plan.rail_bytes,
+            "total_bytes": plan.total_bytes,
         }
         buffers = []
         for buffer in plan.buffers:

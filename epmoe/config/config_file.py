@@ -283,8 +283,13 @@ def explain(item: Any, known: Sequence[str]) -> str:
 
 def _dotted(places: Sequence[int | str]) -> str:
     """A key as users write it, with the index of a list in brackets."""
-    parts = [f"[{place}]" if isinstance(place, int) else f".{_short(place)}" for place in places]
-    return "".join(parts).lstrip(".")
+    dotted = ""
+    for place in places:
+        if isinstance(place, int):
+            dotted += f"[{place}]"
+        else:
+            dotted += f".{_short(place)}"
+    return dotted.lstrip(".")
 
 
 def _short(text: str, most: int = 80) -> str:

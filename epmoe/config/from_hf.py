@@ -171,6 +171,28 @@ _CLAMPED = {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
 _CLAMPED_KEYS = {"limit": "swiglu_limit", "alpha": "swiglu_alpha"}
 _SILU = {"alpha": 1.0}  # whatever `hidden_act` is
 
+
+def _cohere2(sharing: Mapping[str, Any]) -> tuple[_Row, _Row]:
+    """The rows of Cohere's two routers, where shared experts are as `sharing` says."""
+    return (
+        _Row(
+            types="cohere2_moe",
+            width=_WIDTH,
+            routing=_SOFTMAX | _ALWAYS,
+            ignores=_NORM,
+            only={"expert_selection_fn": "softmax", **sharing},
+        ),
+        _Row(
+            types="cohere2_moe",
+            width=_WIDTH,
+            routing=_SIGMOID,
+            reads=_NORM,
+            defaults=_ALWAYS,
+            only={"expert_selection_fn": "sigmoid", **sharing},
+        ),
+    )
+
+
 # A softmax over the K chosen logits, which some of these take, equals the renormalised softmax over
 # all.
 _ROWS = (
@@ -213,27 +235,8 @@ _ROWS = (
         routing=_SOFTMAX | _ALWAYS | _BIASED | {"renormalize_epsilon": 1e-12},
         only={"moe_norm_min": 1e-12},
     ),
-    *(
-        row
-        for sharing in ({"num_shared_experts": 0}, {"shared_expert_combination_strategy": "sum"})
-        for row in (
-            _Row(
-                types="cohere2_moe",
-                width=_WIDTH,
-                routing=_SOFTMAX | _ALWAYS,
-                ignores=_NORM,
-                only={"expert_selection_fn": "softmax"} | sharing,
-            ),
-            _Row(
-                types="cohere2_moe",
-                width=_WIDTH,
-                routing=_SIGMOID,
-                reads=_NORM,
-                defaults=_ALWAYS,
-                only={"expert_selection_fn": "sigmoid"} | sharing,
-            ),
-        )
-    ),
+    *_cohere2({"num_shared_experts": 0}),
+    *_cohere2({"shared_expert_combination_strategy": "sum"}),
     # With `norm_topk_prob`, DeepSeek's code and transformers differ.
     _Row(
         types="deepseek_v2 deepseek_ocr2_text unlimited_ocr_text",

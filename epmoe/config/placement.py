@@ -205,7 +205,9 @@ class Placement:
                 f"`new` must place {self.num_experts} logical experts, got {new.num_experts}"
             )
         if ranks is None:
-            ranks = [rank if rank < self.ep_size else None for rank in range(new.ep_size)]
+            # Ranks behind the last one here are new.
+            known = range(self.ep_size)
+            ranks = [rank if rank in known else None for rank in range(new.ep_size)]
         if len(ranks) != new.ep_size:
             raise ValueError(
                 f"`ranks` must name {new.ep_size} ranks, one for each rank of `new`, got "

@@ -174,6 +174,7 @@ def _launch_table(rows: list[dict[str, Any]], multiprocessors: int) -> Table:
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
+    # Dispatch and combine have as many columns each, but for the blocks that notify.
     for column in ("T", "dispatch", "blocks", "send + notify", "combine", "blocks", "send"):
         is_word = column in ("dispatch", "combine")
         table.add_column(column, justify="left" if is_word else "right", no_wrap=True)
@@ -221,6 +222,7 @@ def _as_dict(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, Any]:
             derived = {"dtype": dtype_name(buffer.dtype), "nbytes": buffer.nbytes}
             buffers.append(dataclasses.asdict(buffer) | derived)
         ranks.append({"rank": rank, **sizes, "buffers": buffers})
+    # What rows of experts would do, for whoever reads the JSON.
     capacity = Capacity.of(config)
     found = [dataclasses.asdict(one) for one in suggestions(config)]
     return {

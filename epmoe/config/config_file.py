@@ -149,6 +149,7 @@ def read_config(
             f"{path}: a configuration must end in {', '.join(_PARSERS)}, got `{path.suffix}`"
         )
     try:
+        # Every mistake of a file names the file.
         data = parse(_text_of(path))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
@@ -212,9 +213,11 @@ def environment_overrides(
             continue
         section, underscores, key = variable.removeprefix(ENV_PREFIX).lower().partition("__")
         where = f"environment variable {variable}"
+        # Without the underscores it is no override, unless it was meant as one.
         if not underscores:
             _check_means_nothing(variable, sections)
             continue
+        # The section and its key exist, and the value is YAML.
         if section not in sections:
             raise ConfigError(f"{where}: no section `{section}`; there are {', '.join(sections)}")
         if key not in sections[section]:

@@ -559,6 +559,7 @@ def _read(source: Any) -> tuple[dict[str, Any], str]:
             "`source` must be a model or a configuration of transformers, a dict of its keys, or a "
             f"path, got {type(source).__name__}"
         )
+    # A model of transformers, or its configuration.
     keys = dict(config.to_dict())
     # A model may have been cast since it was made.
     dtype = getattr(source, "dtype", None)
@@ -569,6 +570,7 @@ def _read(source: Any) -> tuple[dict[str, Any], str]:
 
 def _file_of(path: Path) -> Path:
     """The config.json of a folder, or the file itself. Raises ConfigError where it is not there."""
+    # A folder has it under one name.
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         what = "a folder without config.json" if path.is_dir() else "no file or folder"
@@ -621,6 +623,7 @@ def _row_of(config: Mapping[str, Any], where: str) -> _Row:
     # The type is known, but other values of its keys.
     if rows:
         got = ", ".join(f"`{key}` {config[key]!r}" for key in rows[0].only if key in config)
+        # All values of the type that a row holds for.
         known = " or ".join(
             ", ".join(f"`{key}` {value!r}" for key, value in row.only.items()) for row in rows
         )

@@ -292,6 +292,7 @@ class Placement:
         """int32 [P] each: the node of each physical expert, and its number among the experts of
         that node.
         """
+        # Experts of a node are numbered in the order of their physical ids.
         nodes = torch.tensor(self.owners, dtype=torch.int32) // ranks_per_node
         local = torch.empty_like(nodes)
         for node in nodes.unique():
@@ -315,6 +316,7 @@ class Placement:
         Routers, ids and checkpoints number logical experts; owners, maps and rows on the wire
         number physical ones.
         """
+        # Behind the logical experts come the copies.
         copy = _in_range("physical", physical, self.num_physical_experts) - self.num_experts
         if copy < 0 or self.copied_experts is None:
             return physical % self.num_experts

@@ -54,6 +54,7 @@ def run(job: Job) -> Report:
         raise ValueError(
             "`exchange.payload` and `exchange.combine_payload` must be auto: gloo sends no fp8 rows"
         )
+    # Over several nodes ours is measured in fp8, too.
     several = config.topology.num_nodes > 1
     payloads = {"epmoe": Payload.PLAIN}
     if several and Payload.FP8_OUT in Payload.for_rows(config):

@@ -193,12 +193,14 @@ def moves(source: Tensor, rank: int, splits: list[int], targets: list[int]) -> T
 
     The order keeps all links busy, and never makes one rank the target of all others at a time.
     """
+    # Each row: its rank, and its number among the rows to that rank.
     row_bytes = source.shape[1]
     R = len(splits)
     peer = torch.arange(R).repeat_interleave(torch.tensor(splits))
     slot = torch.cat([torch.arange(count) for count in splits])
     origin = source.data_ptr() + torch.arange(len(source)) * row_bytes
     target = torch.tensor(targets)[peer] + slot * row_bytes
+    # One row to each rank in turn, from this rank on.
     order = (slot * R + (peer - rank) % R).argsort()
     return torch.stack([origin, target], dim=1)[order].contiguous()
 

@@ -169,6 +169,7 @@ class WholeLayer(Side):
         self.bias_E: Tensor | None = None
         if ep.config.routing.selection_bias:
             self.bias_E = torch.zeros(model.num_experts, device=ep.device)
+        # A few tokens, spread over the batch, are compared with a reference.
         self.sampled = torch.linspace(0, tokens - 1, min(tokens, _SAMPLED)).long().to(ep.device)
         self.expected_SD = self._expected()
         self.check()

@@ -69,6 +69,7 @@ class Spread(NamedTuple):
             num_expert_groups=routing.num_expert_groups,
             top_groups=routing.top_groups,
         ).ids
+        # The ranks that a token needs, on average.
         needs_RTR = ranks_needed(config.place_experts(), ids.view(R, tokens, K).long())
         return cls(K, needs_RTR.sum(-1).double().mean().item())
 

@@ -154,6 +154,7 @@ class Contest:
         for name, peer in self._present.items() if tokens else ():
             step = partial(self._step, f"{name}, {case}")
             with suppress(_GivenUp), ExitStack() as stack:
+                # Open, check, measure and close, each on all ranks or on none.
                 opened = step(lambda stack=stack, peer=peer: stack.enter_context(enter(peer)))  # type: ignore[misc]
                 side = step(partial(checked, name, opened))
                 figures = step(partial(time, side))

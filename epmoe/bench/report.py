@@ -148,6 +148,7 @@ class Report:
         """Plot the times of every side over T. The file's suffix picks the format (.png, .svg,
         .pdf).
         """
+        # The words that name a line, and the times that it may show.
         texts = [column for column in self.columns if not column.unit]
         times = [column for column in self.columns if column.key in self.plotted]
         # A line for each side and case, and for each of several times.

@@ -103,6 +103,7 @@ class Sample:
 
     def experts(self, rows_ND: Tensor, scales: Tensor | None, offsets: Tensor) -> Tensor:
         """Outputs of this rank's experts for the rows that arrived, [offsets[-1], D]."""
+        # The expert of each row, by the segment in which it lies.
         row_N = torch.arange(int(offsets[-1]), device=rows_ND.device)
         expert_N = torch.searchsorted(offsets[1:].long(), row_N, right=True)
         rows = rows_ND[: len(row_N)]

@@ -153,6 +153,7 @@ def rows_alone(sample: Sample, group: dist.ProcessGroup) -> Side:
     """`all_to_all_single` of the rows that cross to other ranks, both ways. Nothing is sorted,
     counted or summed.
     """
+    # Rows to and from each other rank; those of this rank stay.
     splits_out = sample.remote_RR[sample.rank].tolist()
     splits_in = sample.remote_RR[:, sample.rank].tolist()
     sent = torch.randn(sum(splits_out), sample.hidden, device=sample.x_TD.device).to(sample.dtype)
@@ -167,6 +168,7 @@ def rows_alone(sample: Sample, group: dist.ProcessGroup) -> Side:
         return home
 
     side = Calls("all_to_all_single, rows only", out, back, lambda _: [received])
+    # What arrives must come from this round.
     poison([received, home])
     out()
     if not torch.equal(back(None), sent):

@@ -89,6 +89,7 @@ def measure_in_turns(
     `advance` is called after a sample of every side. Raises RuntimeError if the output of a sample
     is wrong.
     """
+    # A sample of each side in turn, so that a slow moment of the machine hits all.
     micros = torch.zeros(repeats, len(sides), 3, dtype=torch.float64)
     for repeat in range(repeats):
         for index, side in enumerate(sides):

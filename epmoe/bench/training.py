@@ -122,6 +122,7 @@ class Passes:
         routed = self.exchange.dispatch(
             self.x, self.ids, self.weights, weights_on=weights_on, num_rows=self.num_rows
         )
+        # Experts that return their rows.
         y = self.exchange.combine(routed.rows, routed)
         if routed.row_weights is None:
             return torch.autograd.grad(y, (self.x, self.weights), self.grad)

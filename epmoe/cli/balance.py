@@ -93,6 +93,7 @@ def _read(path: Path, num_experts: int) -> Tensor:
             f"`--loads` must end in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}, got {path}"
         )
     try:
+        # Each format has a reader, and errors of its own.
         if suffix == ".json":
             found = json.loads(path.read_text(encoding="utf-8"))
         elif suffix == ".pt":
@@ -108,6 +109,7 @@ def _read(path: Path, num_experts: int) -> Tensor:
         raise UserError(
             f"`--loads` must be numbers [layers, {num_experts}]: {path}: {error}"
         ) from None
+    # A row for each layer; one layer may come without the first dimension.
     if loads.dim() not in (1, 2) or not loads.numel() or loads.shape[-1] != num_experts:
         raise UserError(
             f"`--loads` must be numbers [layers, {num_experts}], got {list(loads.shape)} in {path}"

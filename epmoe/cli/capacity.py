@@ -117,6 +117,7 @@ def advice(config: EPConfig) -> Iterator[str | Table]:
             f"the mean load: {mean}, {capacity.worst:,} the worst case. {beyond}"
         )
         return
+    # Nothing is set: say what would be enough, if it saves much.
     found = suggestions(config)
     if not found:
         return

@@ -143,10 +143,13 @@ def print_whole(item: str | Table) -> None:
     """
     if isinstance(item, Table):
         wide = console.options.update(max_width=_WIDEST)
+        # Columns of words may wrap between words, all others not at all.
         for column in item.columns:
             cells = [console.measure(cell, options=wide) for cell in (column.header, *column.cells)]
-            widths = [cell.maximum if column.no_wrap else cell.minimum for cell in cells]
-            column.min_width = max(widths)
+            if column.no_wrap:
+                column.min_width = max(cell.maximum for cell in cells)
+            else:
+                column.min_width = max(cell.minimum for cell in cells)
         needed = console.measure(item, options=wide).minimum
         if needed > (item.width or console.width):
             item.width = needed

@@ -184,6 +184,7 @@ def join(backends: str) -> None:
     """Initialise the default process group, of ranks that `epmoe` or another launcher started."""
     where = os.environ.get(_STORE)
     try:
+        # torchrun's store at a port, or the file of ranks that `epmoe` started.
         if where is None:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             dist.init_process_group(backends)
@@ -367,6 +368,7 @@ def _cause(failures: Mapping[int, ProcessFailure]) -> int:
     and once one has failed, torch's launcher ends the others: with SIGTERM, and those that remain
     with SIGKILL after 30 s.
     """
+    # When each rank failed, and which only the launcher has ended.
     times = {}
     ended_by_launcher = set()
     for rank, failure in failures.items():
@@ -385,6 +387,7 @@ def _cause(failures: Mapping[int, ProcessFailure]) -> int:
         is_death = failure.exitcode < 0
         return (0 if is_death else 2), times[rank]
 
+    # Of failures within moments, the one that explains most.
     return min((rank for rank in own if times[rank] <= first + _MOMENTS_S), key=order)
 
 

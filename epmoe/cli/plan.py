@@ -174,6 +174,7 @@ def _launch_table(rows: list[dict[str, Any]], multiprocessors: int) -> Table:
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
+    # Dispatch and combine have as many columns each, but for the blocks that notify.
     for column in ("T", "dispatch", "blocks", "send + notify", "combine", "blocks", "send"):
         is_word = column in ("dispatch", "combine")
         table.add_column(column, justify="left" if is_word else "right", no_wrap=True)
@@ -211,14 +212,17 @@ def _as_dict(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, Any]:
     ranks = []
     for rank, plan in enumerate(plans):
         sizes = {
-            f"{part}_bytes": getattr(plan, f"{part}_bytes")
-            for part in ("window", "scratch", "rail", "total")
+            "window_bytes": plan.window_bytes,
+            "scratch_bytes": plan.scratch_bytes,
+            "rail_bytes": plan.rail_bytes,
+            "total_bytes": plan.total_bytes,
         }
         buffers = []
         for buffer in plan.buffers:
             derived = {"dtype": dtype_name(buffer.dtype), "nbytes": buffer.nbytes}
             buffers.append(dataclasses.asdict(buffer) | derived)
         ranks.append({"rank": rank, **sizes, "buffers": buffers})
+    # What rows of experts would do, for whoever reads the JSON.
     capacity = Capacity.of(config)
     found = [dataclasses.asdict(one) for one in suggestions(config)]
     return {

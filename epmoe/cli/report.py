@@ -147,6 +147,7 @@ def headline(results: Sequence[Result]) -> str:
 
 def glance(results: Sequence[Result]) -> list[tuple[str, str, str]]:
     """The figures at the top: (what, value, remark)."""
+    # Sums and spans over all runs.
     models = [result.config.model for result in results]
     transport = "NVLink" if results[0].config.exchange.transport == "nvlink" else "shared memory"
     moved = sum(one.rows_moved for one in results)

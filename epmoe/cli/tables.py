@@ -100,6 +100,7 @@ def summarise(results: Sequence[Result]) -> None:
 
 def summary_table(results: Sequence[Result]) -> Cells:
     """A row for each run, with the outcome of every check that any of them has."""
+    # A column for each check that any run has, then for the figures.
     checks = dict.fromkeys(check.what for result in results for check in result.checks)
     figures = (
         "one process",
@@ -134,6 +135,7 @@ def rank_table(result: Result) -> Cells:
         f"busiest {result.holder}",
         load,
     )
+    # A column of the traffic is what a rank received.
     received = [sum(rows) for rows in zip(*result.traffic, strict=True)]
     rows = []
     for rank, loads in enumerate(result.loads):

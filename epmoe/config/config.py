@@ -393,12 +393,14 @@ class EPConfig(Strict):
         """
         topology = self.topology
         exchange = self.exchange
+        # Room for the rows of all slabs. Their sources raise an overflow.
         capacity = self.capacity.model_copy(
             update={
                 "max_num_tokens_per_rank": topology.num_nodes * self.rows_per_node,
                 "on_overflow": "drop",
             }
         )
+        # Its waits end after those for the network.
         inside_node = exchange.model_copy(
             update={
                 "timeout_s": exchange.timeout_s + INSIDE_NODE_S,

@@ -149,6 +149,7 @@ def read_config(
             f"{path}: a configuration must end in {', '.join(_PARSERS)}, got `{path.suffix}`"
         )
     try:
+        # Every mistake of a file names the file.
         data = parse(_text_of(path))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
@@ -212,9 +213,11 @@ def environment_overrides(
             continue
         section, underscores, key = variable.removeprefix(ENV_PREFIX).lower().partition("__")
         where = f"environment variable {variable}"
+        # Without the underscores it is no override, unless it was meant as one.
         if not underscores:
             _check_means_nothing(variable, sections)
             continue
+        # The section and its key exist, and the value is YAML.
         if section not in sections:
             raise ConfigError(f"{where}: no section `{section}`; there are {', '.join(sections)}")
         if key not in sections[section]:
@@ -283,8 +286,13 @@ def explain(item: Any, known: Sequence[str]) -> str:
 
 def _dotted(places: Sequence[int | str]) -> str:
     """A key as users write it, with the index of a list in brackets."""
-    parts = [f"[{place}]" if isinstance(place, int) else f".{_short(place)}" for place in places]
-    return "".join(parts).lstrip(".")
+    dotted = ""
+    for place in places:
+        if isinstance(place, int):
+            dotted += f"[{place}]"
+        else:
+            dotted += f".{_short(place)}"
+    return dotted.lstrip(".")
 
 
 def _short(text: str, most: int = 80) -> str:

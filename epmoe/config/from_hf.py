@@ -171,6 +171,28 @@ _CLAMPED = {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
 _CLAMPED_KEYS = {"limit": "swiglu_limit", "alpha": "swiglu_alpha"}
 _SILU = {"alpha": 1.0}  # whatever `hidden_act` is
 
+
+def _cohere2(sharing: Mapping[str, Any]) -> tuple[_Row, _Row]:
+    """The rows of Cohere's two routers, where shared experts are as `sharing` says."""
+    return (
+        _Row(
+            types="cohere2_moe",
+            width=_WIDTH,
+            routing=_SOFTMAX | _ALWAYS,
+            ignores=_NORM,
+            only={"expert_selection_fn": "softmax", **sharing},
+        ),
+        _Row(
+            types="cohere2_moe",
+            width=_WIDTH,
+            routing=_SIGMOID,
+            reads=_NORM,
+            defaults=_ALWAYS,
+            only={"expert_selection_fn": "sigmoid", **sharing},
+        ),
+    )
+
+
 # A softmax over the K chosen logits, which some of these take, equals the renormalised softmax over
 # all.
 _ROWS = (
@@ -213,27 +235,8 @@ _ROWS = (
         routing=_SOFTMAX | _ALWAYS | _BIASED | {"renormalize_epsilon": 1e-12},
         only={"moe_norm_min": 1e-12},
     ),
-    *(
-        row
-        for sharing in ({"num_shared_experts": 0}, {"shared_expert_combination_strategy": "sum"})
-        for row in (
-            _Row(
-                types="cohere2_moe",
-                width=_WIDTH,
-                routing=_SOFTMAX | _ALWAYS,
-                ignores=_NORM,
-                only={"expert_selection_fn": "softmax"} | sharing,
-            ),
-            _Row(
-                types="cohere2_moe",
-                width=_WIDTH,
-                routing=_SIGMOID,
-                reads=_NORM,
-                defaults=_ALWAYS,
-                only={"expert_selection_fn": "sigmoid"} | sharing,
-            ),
-        )
-    ),
+    *_cohere2({"num_shared_experts": 0}),
+    *_cohere2({"shared_expert_combination_strategy": "sum"}),
     # With `norm_topk_prob`, DeepSeek's code and transformers differ.
     _Row(
         types="deepseek_v2 deepseek_ocr2_text unlimited_ocr_text",
@@ -558,6 +561,7 @@ def _read(source: Any) -> tuple[dict[str, Any], str]:
             "`source` must be a model or a configuration of transformers, a dict of its keys, or a "
             f"path, got {type(source).__name__}"
         )
+    # A model of transformers, or its configuration.
     keys = dict(config.to_dict())
     # A model may have been cast since it was made.
     dtype = getattr(source, "dtype", None)
@@ -568,6 +572,7 @@ def _read(source: Any) -> tuple[dict[str, Any], str]:
 
 def _file_of(path: Path) -> Path:
     """The config.json of a folder, or the file itself. Raises ConfigError where it is not there."""
+    # A folder has it under one name.
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         what = "a folder without config.json" if path.is_dir() else "no file or folder"
@@ -620,6 +625,7 @@ def _row_of(config: Mapping[str, Any], where: str) -> _Row:
     # The type is known, but other values of its keys.
     if rows:
         got = ", ".join(f"`{key}` {config[key]!r}" for key in rows[0].only if key in config)
+        # All values of the type that a row holds for.
         known = " or ".join(
             ", ".join(f"`{key}` {value!r}" for key, value in row.only.items()) for row in rows
         )

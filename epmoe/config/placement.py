@@ -205,7 +205,9 @@ class Placement:
                 f"`new` must place {self.num_experts} logical experts, got {new.num_experts}"
             )
         if ranks is None:
-            ranks = [rank if rank < self.ep_size else None for rank in range(new.ep_size)]
+            # Ranks behind the last one here are new.
+            known = range(self.ep_size)
+            ranks = [rank if rank in known else None for rank in range(new.ep_size)]
         if len(ranks) != new.ep_size:
             raise ValueError(
                 f"`ranks` must name {new.ep_size} ranks, one for each rank of `new`, got "
@@ -290,6 +292,7 @@ class Placement:
         """int32 [P] each: the node of each physical expert, and its number among the experts of
         that node.
         """
+        # Experts of a node are numbered in the order of their physical ids.
         nodes = torch.tensor(self.owners, dtype=torch.int32) // ranks_per_node
         local = torch.empty_like(nodes)
         for node in nodes.unique():
@@ -313,6 +316,7 @@ class Placement:
         Routers, ids and checkpoints number logical experts; owners, maps and rows on the wire
         number physical ones.
         """
+        # Behind the logical experts come the copies.
         copy = _in_range("physical", physical, self.num_physical_experts) - self.num_experts
         if copy < 0 or self.copied_experts is None:
             return physical % self.num_experts

@@ -150,6 +150,7 @@ def check_size(config: EPConfig, peers: Peers) -> None:
             f"topology.ep_size must equal the size of the group, {peers.size}, got "
             f"{config.topology.ep_size}{hint}"
         )
+    # A launcher may have started ranks that never joined a group.
     launched = os.environ.get("WORLD_SIZE", "1")
     if peers.group is None and launched != "1":
         warnings.warn(

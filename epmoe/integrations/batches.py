@@ -269,7 +269,7 @@ class SharedExpertParallel:
             return self.ep.exchange.has_more_rounds()
 
     def _round(
-        self, x: Tensor, ids: Tensor, weights: Tensor, call: _Call, has_more: bool
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, call: _Call, has_more: bool
     ) -> Tensor:
         """The sums [T, D] of at most M tokens. `has_more`: this rank needs another round.
 
@@ -287,14 +287,14 @@ class SharedExpertParallel:
             if trains:
                 sends = self.exchange.dispatch
             if call.longest is None:
-                dispatch = partial(sends, x, ids, weights, tag=call.tag, aligned=aligned)
+                dispatch = partial(sends, x_TD, ids_TK, weights_TK, tag=call.tag, aligned=aligned)
                 routed = ep.exchange.sending(has_more, dispatch)
             else:  # a partial would cost the host 0.1 µs
-                routed = sends(x, ids, weights, tag=call.tag, aligned=aligned)
+                routed = sends(x_TD, ids_TK, weights_TK, tag=call.tag, aligned=aligned)
             # Experts, over as many rows as may have come.
             arrived = now()
-            most_tokens = (ep.size - 1) * most + x.shape[0]
-            outputs = experts(self._arrived(routed, most_tokens * ids.shape[1]))
+            most_tokens = (ep.size - 1) * most + x_TD.shape[0]
+            outputs = experts(self._arrived(routed, most_tokens * ids_TK.shape[1]))
             if not trains:
                 check_forward_only(outputs)
             # Combine.

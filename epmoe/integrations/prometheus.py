@@ -88,6 +88,7 @@ class HealthCollector(Collector):
                 labels = [name, str(ep.rank)]
             except EPStateError:  # it is closed
                 continue
+            # Totals, those of experts that move, then a value for each index.
             rounds.add_metric(labels, health.rounds)
             for counter, family in counters.items():
                 family.add_metric(labels, getattr(health, counter))

@@ -86,6 +86,7 @@ class Session(Generic[Entry]):
         the same ranks are one. `make` takes the number of ranks. Raises RuntimeError if the first
         call is captured into a CUDA graph.
         """
+        # Layers with these in common share an entry.
         ranks = tuple(dist.get_process_group_ranks(group)) if dist.is_initialized() else (0,)
         key = (shapes, ranks, device)
         if key not in self._entries:

@@ -196,6 +196,7 @@ def check_slots(
             f"`slots` must be int32 or int64 [{leading}P], where {ep_size} ranks have as many, got "
             f"{describe(slots)}"
         )
+    # One table for each layer, on the CPU.
     slots_LP = slots.cpu().reshape(-1, slots.shape[-1]).contiguous()
     # Every slot holds an expert or nothing, and every expert has a slot.
     E = loads.shape[-1]

@@ -126,6 +126,7 @@ class Balancer:
         self._every = every
         self._policy = policy
         self._weights = weights
+        # What the policy gets with each call.
         self._limits = {"goal": goal, "max_moves": max_moves, "least_gain": least_gain}
         self.plan: Plan | None = None
         self.history: list[Step] = []

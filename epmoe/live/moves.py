@@ -464,11 +464,12 @@ def _in_order_of_memory(tensor: Tensor) -> Tensor:
 
 
 def _parts(wave: int, move: SlotMove, nbytes: int, staging: int) -> list[_Part]:
-    starts = range(0, nbytes, staging)
-    return [
-        _Part(wave, move, begin, min(begin + staging, nbytes), begin == starts[-1])
-        for begin in starts
-    ]
+    """The parts of a move of so many bytes, each of which fits into the staging."""
+    parts = []
+    for begin in range(0, nbytes, staging):
+        end = min(begin + staging, nbytes)
+        parts.append(_Part(wave, move, begin, end, is_last=end == nbytes))
+    return parts
 
 
 def _bytes_of(parts: Sequence[_Part]) -> int:

@@ -580,11 +580,11 @@ class WeightReceiver:
         if spare is not None:
             with self._writing():
                 # Either set may serve: copy into the other one.
-                self._free = {
-                    name: self._copies.free(self._own[name], spare[name], serving)
-                    for name, serving in weights.items()
-                }
-                self._copy(version, self._free)
+                free = {}
+                for name, serving in weights.items():
+                    free[name] = self._copies.free(self._own[name], spare[name], serving)
+                self._free = free
+                self._copy(version, free)
         return version
 
     def _check_fits(self, version: Version, weights: Mapping[str, Tensors]) -> None:

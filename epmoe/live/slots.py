@@ -66,6 +66,7 @@ def write_slots(path: str | os.PathLike[str], slots: Tensor) -> None:
     file or the new one.
     """
     path = Path(path)
+    # Draft, bring to the disk, and rename.
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with draft.open("x", encoding="utf-8") as file:
@@ -97,6 +98,7 @@ def agree_on_slots(
     `held` is what each rank says that it holds; `first` is what this rank has read from a file.
     Raises ValueError where ranks have read other files, and what `keep_slots` does.
     """
+    # A new group begins with the file, or with the usual slots.
     if all(table is None for table in held):
         return None
     if first is not None:

@@ -583,6 +583,7 @@ def _experts_of(layer: Any) -> Experts:
             f"experts of a trainer must be fp32, fp16 or bf16, got {describe(experts.w_down)}"
         )
     weights = {name: local_view(value.detach()) for name, value in experts.named_parameters()}
+    # A row for each expert: sharded ones would be parts of experts.
     held = layer.ep.logical_experts(layer.tag)
     for name, value in weights.items():
         if len(value) != len(held):

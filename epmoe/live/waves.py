@@ -169,11 +169,10 @@ class _LayerWave:
         S = self._S
         ranks = {holder // S for holder in self._holders[expert]}
         wanted = self.slots_by_rank(target, expert)
-        free = [
-            slot
-            for slot in range(len(self.held))
-            if slot // S not in ranks and self.may_overwrite(slot)
-        ]
+        free = []
+        for slot in range(len(self.held)):
+            if slot // S not in ranks and self.may_overwrite(slot):
+                free.append(slot)
 
         def cost(slot: int) -> tuple[bool, bool, int]:
             """Best is a rank that is to have it, then a slot that is to be empty."""

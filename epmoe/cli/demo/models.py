@@ -47,8 +47,10 @@ def run_models(config: EPConfig, names: Sequence[str], steps: int, seed: int) ->
         raise UserError(
             f"`--model` needs transformers: pip install 'epmoe[hf]' ({error})"
         ) from None
+    # Tiny models first, then checkpoints, each once.
     chosen = [name for name in MODELS if name in names or "all" in names]
     checkpoints = [name for name in dict.fromkeys(names) if name not in NAMES]
+    # The exchange of transformers gets the settings of the configuration.
     exchange = config.exchange
     configure(
         max_num_tokens_per_rank=config.capacity.max_num_tokens_per_rank,
@@ -69,6 +71,7 @@ def run_models(config: EPConfig, names: Sequence[str], steps: int, seed: int) ->
         )
     console.print()
     results = []
+    # Run one model after the other, and show each outcome at once.
     for number, name in enumerate([*chosen, *checkpoints], start=1):
         console.rule(
             f"[bold]{Path(name).resolve().name}[/] ({number} of {len(chosen) + len(checkpoints)})"

@@ -29,6 +29,7 @@ def register() -> None:
         return
     live = None if chosen in ("1", "layer") else _live_of(chosen)
 
+    # Imported here: it needs SGLang.
     from epmoe.integrations.sglang.dispatcher import register_hooks
 
     register_hooks(own_experts=chosen != "1", live=live)

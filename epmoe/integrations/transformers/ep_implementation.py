@@ -41,10 +41,12 @@ class EpmoeEP(EPImplementation):
         parameters = parameters_of(self._module) if can_group(self._module) else []
         return call(self, EpmoeEP._forward, parameters, hidden_states, top_k_index, top_k_weights)
 
-    def _forward(self, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def _forward(
+        self, parameters: list[Tensor], x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
+    ) -> Tensor:
         num_experts = self.num_local_experts * self.ep_mesh.size()
-        layers = share(x, ids, num_experts, self.ep_mesh.get_group())
-        trained = trains(self._module, parameters, x, weights)
+        layers = share(x_TD, ids_TK, num_experts, self.ep_mesh.get_group())
+        trained = trains(self._module, parameters, x_TD, weights_TK)
         if layers.static and not trained:
             if not parameters:
                 raise ValueError(
@@ -57,15 +59,15 @@ class EpmoeEP(EPImplementation):
         if parameters:
             ours = computation(self._module, parameters, slice(self.num_local_experts), trained)
         # Ranks that share a batch send a slice each.
-        num_tokens = x.shape[0]
+        num_tokens = x_TD.shape[0]
         sharers = self.tp_mesh.size()
         slice_tokens = -(-num_tokens // sharers)
         if sharers > 1:
-            x = self._slice(x, slice_tokens, trained)
-            ids = self._slice(ids, slice_tokens, trained)
-            weights = self._slice(weights, slice_tokens, trained)
+            x_TD = self._slice(x_TD, slice_tokens, trained)
+            ids_TK = self._slice(ids_TK, slice_tokens, trained)
+            weights_TK = self._slice(weights_TK, slice_tokens, trained)
         longest = slice_tokens if self.shares_batch else None
-        output = layers.run(x, ids, weights, ours, layers.tag_of(self), longest=longest)
+        output = layers.run(x_TD, ids_TK, weights_TK, ours, layers.tag_of(self), longest=longest)
         if sharers == 1:
             return output
         return self._gather(output, num_tokens, slice_tokens, trained)

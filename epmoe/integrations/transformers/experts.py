@@ -89,7 +89,8 @@ def computation(
     undefined. Raises ValueError for a module that is quantized in a way that epmoe does not take.
     """
     # The weights of this rank's experts, as `GroupedExperts` have them.
-    up, down, *others = [_local(parameter)[held] for parameter in parameters]
+    local = [part.to_local() if isinstance(part, DTensor) else part for part in parameters]
+    up, down, *others = [part[held] for part in local]
     if experts.is_transposed:
         up = up.transpose(1, 2)
         down = down.transpose(1, 2)
@@ -124,13 +125,6 @@ def computation(
         return out.to(arrived.dtype)
 
     return Computation(outputs, aligned, trains)
-
-
-def _local(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter that a mesh may have sharded."""
-    if isinstance(parameter, DTensor):
-        return parameter.to_local()
-    return parameter
 
 
 def _gating(experts: Any) -> Gating | None:

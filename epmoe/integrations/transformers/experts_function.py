@@ -37,17 +37,17 @@ def experts_forward(
 
 
 def _forward(
-    module: Any, parameters: list[Tensor], x: Tensor, ids: Tensor, weights: Tensor
+    module: Any, parameters: list[Tensor], x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    layers = share(x, ids, module.num_experts)
-    trains = experts.trains(module, parameters, x, weights)
+    layers = share(x_TD, ids_TK, module.num_experts)
+    trains = experts.trains(module, parameters, x_TD, weights_TK)
     if layers.static and not trains:
         allow_in_graphs(module, _forward)
     # The experts of a rank lie in one block.
     owned = layers.ep.placement.local_experts(layers.ep.rank)
     first = owned[0] if owned else 0
     ours = experts.computation(module, parameters, slice(first, first + len(owned)), trains)
-    return layers.run(x, ids, weights, ours, layers.tag_of(module))
+    return layers.run(x_TD, ids_TK, weights_TK, ours, layers.tag_of(module))
 
 
 def warn_where_ignored() -> None:

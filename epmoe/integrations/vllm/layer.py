@@ -270,6 +270,7 @@ def _is_ours(kernel: FusedMoEKernel | None) -> bool:
 
 def _check(choice: Choice, moe: FusedMoEConfig) -> None:
     """Raise ConfigError where vLLM's settings, or its experts, do not go with the choice."""
+    # vLLM's own balancer moves experts and makes copies of them.
     config = get_current_vllm_config()
     live = choice.live
     if config.parallel_config.enable_eplb:
@@ -279,6 +280,7 @@ def _check(choice: Choice, moe: FusedMoEConfig) -> None:
             raise ConfigError("`epmoe` needs experts without copies: leave out --enable-eplb")
     if live is None:
         return
+    # Where experts move, slots hold all experts of a rank.
     slots = live["slots_per_rank"]
     least = moe.num_local_experts
     if slots < least:

@@ -198,6 +198,7 @@ def shared(shape: Shape, group: dist.ProcessGroup, device: torch.device, choice:
             len(sizes.exchanges),
             vllm.__version__,
         )
+        # Metrics of this rank, and an end where an exchange fails in a graph.
         if choice.metrics_port is not None:
             _serve_metrics(choice.metrics_port + ep.rank)
         if device.type == "cuda":

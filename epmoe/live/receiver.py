@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import time
 import traceback
 from collections import Counter
@@ -35,7 +34,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from ctypes import c_int64
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn, Protocol
 from weakref import WeakSet
 
@@ -52,6 +50,7 @@ from epmoe.live.copies import Tensors, copies_on
 from epmoe.live.finite import NotFiniteError, nonfinite_rows
 from epmoe.live.held import Held, HeldVersions, differences
 from epmoe.live.layout import EMPTY
+from epmoe.live.shared_words import shared_words
 from epmoe.live.versions import (
     Version,
     computes,
@@ -178,7 +177,7 @@ class WeightReceiver:
                 self._spare
             )  # which of the two is staged, and stays so however often the flip begins
             self._await_device()  # on other streams torch may have given this memory away before
-            self._words = _shared_words(self._folder, peers, _STAGED + ep.size)
+            self._words = shared_words(self._folder, peers, _STAGED + ep.size, _NONE)
             self._glance = (c_int64 * _STAGED).from_address(self._words.data_ptr())
             self._worker = Worker("epmoe-weights")
             self._worker.submit(self._copies.begin_thread)
@@ -636,25 +635,3 @@ def _check(name: str, version: Version, experts: Any, weights: Tensors, num_expe
             raise ValueError(
                 f"experts of {name!r} must have {wanted}, got {got} that compute {part.computes}"
             )
-
-
-def _shared_words(folder: Path, peers: Any, count: int) -> Tensor:
-    """int64 [count], `_NONE` each, in memory of all ranks that no file names any more."""
-    path = ""
-    here = False
-    try:
-        if peers.rank == 0:
-            handle, path = tempfile.mkstemp(prefix=".words", dir=folder)
-            with os.fdopen(handle, "wb") as file:
-                file.write(bytes([255]) * 8 * count)
-        path = peers.all_gather(path)[0]
-        words = torch.from_file(path, shared=True, size=count, dtype=torch.int64)
-        here = bool(words.eq(_NONE).all())  # on another machine `from_file` makes a file of zeros
-        peers.all_gather(None)  # all have mapped it
-    finally:
-        # Also where a rank raises or has died meanwhile: nobody else knows of the file.
-        if path and (peers.rank == 0 or not here):
-            Path(path).unlink(missing_ok=True)
-    if not here:
-        raise ValueError("all ranks of a server that receives weights must be on one machine")
-    return words

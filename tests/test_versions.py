@@ -30,6 +30,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from epmoe import EPStateError, ExpertParallel, WeightReceiver, WeightSender
 from epmoe.live import receiver as receiver_module
 from epmoe.live import versions
+from epmoe.live.held import Held, HeldVersions
 from epmoe.live.shared_words import shared_words
 from epmoe.live.versions import newest_version
 
@@ -566,3 +567,56 @@ def with_a_kill(step: int, call: Callable[[], object]) -> NoReturn:
         code = 0
     finally:
         os._exit(code)
+
+
+ONE = [1, "a"]
+TWO = [2, "a"]
+OWN = [-1, ""]
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "whole", "said"),
+    [
+        ([[OWN], [OWN]], True, ""),
+        ([[OWN], [OWN]], False, ""),  # no receiver has ever brought a version
+        ([[ONE], [ONE]], True, ""),
+        ([[ONE, TWO], [ONE, TWO]], True, ""),  # two models
+        ([[ONE], [TWO]], True, "rank 0 has version 1 of trainer a, rank 1 has version 2"),
+        ([[ONE], [OWN]], True, "rank 1 has the weights that it began with"),  # it has joined
+        ([[ONE], [None]], True, "rank 1 has weights of several or unknown versions"),
+        ([[ONE, TWO], [TWO, ONE]], True, "rank 0 has weights of several"),
+        ([[ONE], [ONE]], False, "some of them have come from elsewhere"),
+    ],
+)
+def test_a_group_that_forms_has_one_version_or_opens_no_round(
+    layer: nn.Module, of_ranks: list[list[object]], whole: bool, said: str
+) -> None:
+    held = HeldVersions()
+    held.put([layer], Held(1, "a"))
+    held.compare(of_ranks, whole)
+    assert held.is_settled == (not said)
+    if said:
+        with pytest.raises(EPStateError, match=f"{said}.*: make a new WeightReceiver"):
+            held.check()
+        held.settle([layer])
+    held.check()
+
+
+def test_layers_that_nobody_has_any_more_need_no_version(layer: nn.Module) -> None:
+    held = HeldVersions()
+    former = nn.Linear(1, 1)
+    held.put([former, layer], Held(1, "a"))
+    held.compare([[ONE], [TWO]], True)
+    held.settle([layer])
+    assert not held.is_settled
+    del former
+    assert held.is_settled
+
+
+def test_a_rank_without_layers_waits_for_a_receiver(layer: nn.Module) -> None:
+    """It has joined, or its model has gone."""
+    held = HeldVersions()
+    held.compare([[OWN], [TWO]], True)
+    assert not held.is_settled
+    held.settle([layer])
+    assert held.is_settled

@@ -457,7 +457,7 @@ def mapped_windows() -> int:
 
 
 STEPS = {
-    "decides": (epmoe.group.recovery, "_decide"),
+    "decides": (epmoe.group.recovery, "_meet"),
     "connects": (dist, "init_process_group"),
     "checks": (epmoe.service, "check_size"),
     "opens": (Peers, "all_gather"),

@@ -26,6 +26,7 @@ from waits import LONG_S, SOON_S
 from epmoe.group import board
 from epmoe.group.board import Board, Meeting, Presence, Sign, sign_of_life
 from epmoe.group.deaths import has_ended, name_of_process
+from epmoe.group.recovery import Seen, Wanted, decide
 from epmoe.group.store import OutlivingStore, folder_store
 
 RANKS = [0, 2, 4]
@@ -297,3 +298,32 @@ def test_a_presence_that_a_handler_interrupts_raises_what_the_handler_does(tmp_p
         monkeypatch.setattr(owner, name, start_and_interrupt, raising=False)
     with pytest.raises(InterruptedError):
         Presence(Board(OutlivingStore(tmp_path), "x"), "there")
+
+
+ALL_THERE = Seen(
+    came=[0, 2], gone=set(), lost={1}, new=[], arrivals=0, may_answer=False, expected=3
+)
+
+
+@pytest.mark.parametrize(
+    ("seen", "wanted", "waited_s", "members"),
+    [
+        ({}, {}, 0.0, [0, 2]),
+        ({"lost": set()}, {}, 99.0, None),  # rank 1 may come
+        ({"lost": set(), "gone": {1}}, {}, 0.0, [0, 2]),
+        ({"new": [-1, -3]}, {}, 0.0, [0, 2, -1]),  # a place for one
+        ({"came": [0, 1, 2], "lost": set(), "new": [-1]}, {}, 0.0, [0, 1, 2]),
+        ({"new": [-1]}, {"max_ranks": 1}, 0.0, [0, 2]),  # former ranks stay
+        ({"may_answer": True}, {}, 99.0, None),
+        ({}, {"min_ranks": 3}, 99.0, None),
+        ({"new": [-2]}, {"min_ranks": 3}, 0.0, [0, 2, -2]),
+        ({}, {"grow_s": 5.0}, 4.0, None),
+        ({}, {"grow_s": 5.0}, 6.0, [0, 2]),
+        ({"new": [-1]}, {"grow_s": 5.0}, 4.0, [0, 2, -1]),  # as many as there may be
+        ({"expected": 2}, {"grow_s": 5.0}, 4.0, [0, 2]),  # those of the last attempt
+    ],
+)
+def test_what_a_rank_decides(seen, wanted, waited_s, members):
+    limits = {"min_ranks": 1, "max_ranks": 3, "last_call_s": 1.0, "timeout_s": 9.0} | wanted
+    wants = Wanted(**limits, backend="gloo")
+    assert decide(ALL_THERE._replace(**seen), 3, wants, waited_s) == members

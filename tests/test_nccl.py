@@ -187,23 +187,27 @@ def test_groups_that_two_threads_make_at_once_have_none(monkeypatch):
     """One that restores the variable does not take it from the other."""
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(nccl, "_get_default_store", Mock())
-    second_is_made = Event()
+    second_begins = Event()
+    first_is_made = Event()
 
     def make(_: object, rank: int, *__: object) -> str | None:
         if rank == 0:
             second.start()
-            second_is_made.wait(0.2)  # it is not, but without the lock
+            second_begins.wait(0.2)  # it does not, but without the lock
+        else:
+            second_begins.set()
+            first_is_made.wait()
         return os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
 
     found: list[object] = []
 
     def make_second() -> None:
         found.append(nccl.nccl_group("second", 1, 2))
-        second_is_made.set()
 
     second = Thread(target=make_second)
     monkeypatch.setattr(nccl, "dist", Mock(**{"ProcessGroupNCCL.side_effect": make}))
     found.append(nccl.nccl_group("first", 0, 2))
+    first_is_made.set()
     second.join()
     assert found == ["1", "1"] and os.environ == {"TORCH_NCCL_BLOCKING_WAIT": "0"}
 

@@ -9,6 +9,7 @@ import re
 import resource
 import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -16,18 +17,21 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from helpers import alone, full_layer, randn
+from helpers import alone, full_layer, randn, stopped_at
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from epmoe import EPStateError, ExpertParallel, WeightReceiver, WeightSender
 from epmoe.live import receiver as receiver_module
 from epmoe.live import versions
+from epmoe.live.held import Held, HeldVersions
+from epmoe.live.shared_words import shared_words
 from epmoe.live.versions import newest_version
 
 A = torch.zeros(2)
@@ -524,5 +528,95 @@ def test_words_of_a_receiver_that_is_not_made_leave_no_file(tmp_path: Path, gath
 
     peers = SimpleNamespace(rank=0, all_gather=all_gather)
     with pytest.raises(RuntimeError, match="another rank has failed"):
-        receiver_module._shared_words(tmp_path, peers, 4)
+        shared_words(tmp_path, peers, 4, -1)
     assert not list(tmp_path.iterdir())
+
+
+def test_words_of_a_process_that_was_killed_go_with_the_next_owner(tmp_path: Path) -> None:
+    """At whichever of its calls. Those of one that lives stay."""
+
+    def is_looked_at(value: object) -> list[object]:
+        if value:  # the path, which others are about to map
+            versions.own_folder(tmp_path)
+            assert Path(str(value)).exists()
+        return [value]
+
+    peers = SimpleNamespace(rank=0, all_gather=is_looked_at)
+    left = 0
+    for number in count():
+        child = os.fork()
+        if child == 0:
+            with_a_kill(number, lambda: shared_words(tmp_path, peers, 4, -1))
+        status = os.waitpid(child, 0)[1]
+        left += len(list(tmp_path.iterdir()))
+        versions.own_folder(tmp_path)
+        assert not list(tmp_path.iterdir())
+        if os.WIFEXITED(status):
+            assert os.WEXITSTATUS(status) == 0
+            break
+    assert left > 3
+
+
+def with_a_kill(step: int, call: Callable[[], object]) -> NoReturn:
+    """Ends this process: by a SIGKILL at a step of the call, or behind it."""
+    files = {shared_words.__code__.co_filename, tempfile.__file__}
+    code = 1
+    try:
+        with stopped_at(step, files, partial(os.kill, os.getpid(), signal.SIGKILL)):
+            call()
+        code = 0
+    finally:
+        os._exit(code)
+
+
+ONE = [1, "a"]
+TWO = [2, "a"]
+OWN = [-1, ""]
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "whole", "said"),
+    [
+        ([[OWN], [OWN]], True, ""),
+        ([[OWN], [OWN]], False, ""),  # no receiver has ever brought a version
+        ([[ONE], [ONE]], True, ""),
+        ([[ONE, TWO], [ONE, TWO]], True, ""),  # two models
+        ([[ONE], [TWO]], True, "rank 0 has version 1 of trainer a, rank 1 has version 2"),
+        ([[ONE], [OWN]], True, "rank 1 has the weights that it began with"),  # it has joined
+        ([[ONE], [None]], True, "rank 1 has weights of several or unknown versions"),
+        ([[ONE, TWO], [TWO, ONE]], True, "rank 0 has weights of several"),
+        ([[ONE], [ONE]], False, "some of them have come from elsewhere"),
+    ],
+)
+def test_a_group_that_forms_has_one_version_or_opens_no_round(
+    layer: nn.Module, of_ranks: list[list[object]], whole: bool, said: str
+) -> None:
+    held = HeldVersions()
+    held.put([layer], Held(1, "a"))
+    held.compare(of_ranks, whole)
+    assert held.is_settled == (not said)
+    if said:
+        with pytest.raises(EPStateError, match=f"{said}.*: make a new WeightReceiver"):
+            held.check()
+        held.settle([layer])
+    held.check()
+
+
+def test_layers_that_nobody_has_any_more_need_no_version(layer: nn.Module) -> None:
+    held = HeldVersions()
+    former = nn.Linear(1, 1)
+    held.put([former, layer], Held(1, "a"))
+    held.compare([[ONE], [TWO]], True)
+    held.settle([layer])
+    assert not held.is_settled
+    del former
+    assert held.is_settled
+
+
+def test_a_rank_without_layers_waits_for_a_receiver(layer: nn.Module) -> None:
+    """It has joined, or its model has gone."""
+    held = HeldVersions()
+    held.compare([[OWN], [TWO]], True)
+    assert not held.is_settled
+    held.settle([layer])
+    assert held.is_settled

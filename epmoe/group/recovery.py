@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from epmoe.config.config import EPConfig
 from epmoe.config.deadlines import LAST_CALL_S
@@ -158,7 +158,7 @@ def regroup(
                 meeting = meeting.following()
                 continue
             try:
-                decision = _decide(meeting, ep, wanted, deadline, before)
+                decision = _meet(meeting, ep, wanted, deadline, before)
             except TimeoutError as error:
                 raise _timeout(str(error), cause) from cause
             if wanted.leaves:
@@ -192,7 +192,40 @@ def _timeout(message: str, cause: BaseException | None) -> TimeoutError:
     return TimeoutError(message if cause is None else f"{message}; the last attempt: {cause}")
 
 
-def _decide(
+class Seen(NamedTuple):
+    """What a rank has seen of a meeting by now. New ranks are `-1 - arrival`, as in a Decision."""
+
+    came: list[int]
+    """former ranks that go on, in rank order"""
+    gone: set[int]
+    """former ranks that leave, in this attempt or before it"""
+    lost: set[int]
+    """former ranks that are given up"""
+    new: list[int]
+    """ranks that show that they live"""
+    arrivals: int
+    """of new ranks, dead ones too"""
+    may_answer: bool
+    """Whether a new rank that has shown nothing so far may yet do so."""
+    expected: int
+    """members for which `Wanted.grow_s` is waited"""
+
+    def members(self, max_ranks: int) -> list[int]:
+        """Former ranks have a place before new ones."""
+        return [*self.came, *self.new[: max(0, max_ranks - len(self.came))]]
+
+
+def decide(seen: Seen, size: int, wanted: Wanted, waited_s: float) -> list[int] | None:
+    """The members of the next group, of a group of `size`; None while others may come."""
+    members = seen.members(wanted.max_ranks)
+    all_known = set(range(size)) <= {*seen.came, *seen.gone, *seen.lost}
+    may_grow = len(members) < seen.expected and waited_s < wanted.grow_s
+    if not all_known or seen.may_answer or may_grow or len(members) < wanted.min_ranks:
+        return None
+    return members
+
+
+def _meet(
     meeting: Meeting, ep: Member, wanted: Wanted, deadline: float, before: Decision | None
 ) -> Decision:
     """Meet the other ranks. The first to see that all are there, or lost, decides; the rest reads.
@@ -202,62 +235,73 @@ def _decide(
     root = meeting.root
     board = meeting.board
     start = time.monotonic()
-    ranks = range(ep.size)
     first = next(n for n in count(1) if not root.read(f"arrivals/{n}/answer"))
-    board.write(
-        f"came/{ep.rank}", _LEAVES if wanted.leaves else f"ended {' '.join(map(str, ep.ended()))}"
-    )
+    # This rank comes.
+    ended = f"ended {' '.join(map(str, ep.ended()))}"
+    board.write(f"came/{ep.rank}", _LEAVES if wanted.leaves else ended)
+    # It looks until a rank has decided.
     while (decision := meeting.decision()) is None:
-        words = {rank: word for rank in ranks if (word := board.read(f"came/{rank}"))}
-        gone = {
-            rank for rank in ranks if words.get(rank) == _LEAVES or before and rank in before.left
-        }
-        ended = {*map(str, ep.ended()), *" ".join(words.values()).split()}
-        lost = {
-            rank for rank in ranks if str(rank) in ended or meeting.lost(rank, wanted.last_call_s)
-        } - gone
-        came = [rank for rank in words if rank not in gone | lost]
-        arrivals = first
-        there = list[int]()
-        may_answer = False
-        while root.read(f"arrivals/{arrivals}"):
-            sign = meeting.sign_of(-1 - arrivals)
-            if sign.fresh and not meeting.lost(-1 - arrivals, wanted.last_call_s):
-                there.append(-1 - arrivals)
-            may_answer |= not sign.fresh and not sign.ended and sign.silent_s < ANSWER_OF_NEW_S
-            arrivals += 1
-        members = [*came, *there[: max(0, wanted.max_ranks - len(came))]]
-        most = wanted.max_ranks
-        if before is not None:
-            most = sum(not meeting.lost(member, wanted.last_call_s) for member in before.members)
+        seen = _look(meeting, ep, wanted, before, first)
         now = time.monotonic()
-        may_come = may_answer or len(members) < most and now < start + wanted.grow_s
-        if (
-            set(ranks) <= {*came, *gone, *lost}
-            and not may_come
-            and len(members) >= wanted.min_ranks
-        ):
-            if ep.config.placement.live:
-                config = ep.config.of_size(len(members))
-            else:
-                config = ep.config.with_placement(_place(ep.placement, members))
+        members = decide(seen, ep.size, wanted, now - start)
+        if members is not None:
             mine = Decision(
                 members=members,
-                config=config,
+                config=_config_of(ep, members),
                 last_call_s=wanted.last_call_s,
-                arrivals=arrivals - 1,
-                left=sorted(gone),
+                arrivals=seen.arrivals,
+                left=sorted(seen.gone),
             )
             board.settle("decision", mine.model_dump_json())  # whoever was first has decided
         elif now > deadline:
-            raise TimeoutError(
-                f"{len(members)} ranks have come, and `min_ranks` is {wanted.min_ranks}"
-            )
+            came = len(seen.members(wanted.max_ranks))
+            raise TimeoutError(f"{came} ranks have come, and `min_ranks` is {wanted.min_ranks}")
         else:
             time.sleep(POLL_S)
+    # New ranks hear of it.
     for arrival in range(first, decision.arrivals + 1):
         root.settle(f"arrivals/{arrival}/answer", meeting.name)
     return decision
+
+
+def _look(
+    meeting: Meeting, ep: Member, wanted: Wanted, before: Decision | None, first: int
+) -> Seen:
+    """Read the words of all ranks. New ones count from the arrival `first` on."""
+    ranks = range(ep.size)
+    # Former ranks: what they have said, and whom anybody knows to have ended.
+    read = {rank: meeting.board.read(f"came/{rank}") for rank in ranks}
+    words = {rank: word for rank, word in read.items() if word}
+    gone = {rank for rank, word in words.items() if word == _LEAVES}
+    if before is not None:
+        gone.update(before.left)
+    ended = {*map(str, ep.ended()), *" ".join(words.values()).split()}
+    lost = {
+        rank for rank in ranks if str(rank) in ended or meeting.lost(rank, wanted.last_call_s)
+    } - gone
+    came = [rank for rank in words if rank not in gone | lost]
+    # New ranks, whose signs tell which of them live.
+    new = list[int]()
+    may_answer = False
+    arrival = first
+    while meeting.root.read(f"arrivals/{arrival}"):
+        member = -1 - arrival
+        sign = meeting.sign_of(member)
+        if sign.fresh and not meeting.lost(member, wanted.last_call_s):
+            new.append(member)
+        may_answer |= not sign.fresh and not sign.ended and sign.silent_s < ANSWER_OF_NEW_S
+        arrival += 1
+    # Behind an attempt that has failed, those of its members that live are enough.
+    expected = wanted.max_ranks
+    if before is not None:
+        expected = sum(not meeting.lost(member, wanted.last_call_s) for member in before.members)
+    return Seen(came, gone, lost, new, arrival - 1, may_answer, expected)
+
+
+def _config_of(ep: Member, members: list[int]) -> EPConfig:
+    if ep.config.placement.live:
+        return ep.config.of_size(len(members))
+    return ep.config.with_placement(_place(ep.placement, members))
 
 
 def take_in(

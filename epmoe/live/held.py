@@ -42,6 +42,7 @@ class HeldVersions:
         self._of_layers = WeakKeyDictionary[nn.Module, Held | None]()
         self._differ = ""  # what the ranks of this group have, where no round may begin on it
         self._unsettled = WeakSet[nn.Module]()  # layers to which a receiver must bring a version
+        self._received = False  # whether a receiver has brought one to other layers at least
 
     def of(self, layers: Iterable[nn.Module]) -> Held | None:
         """What all of these layers have, if it is one."""
@@ -80,20 +81,22 @@ class HeldVersions:
         elif not whole and first != [FIRST]:
             differ = "some of them have come from elsewhere"
         self._unsettled = WeakSet(self._of_layers)
+        self._received = False
         self._differ = differ
 
     def settle(self, layers: Iterable[nn.Module]) -> None:
         """A receiver of all ranks has brought these layers one version."""
         self._unsettled.difference_update(layers)
-        if not self._unsettled:
-            self._differ = ""
+        self._received = True
 
     @property
     def is_settled(self) -> bool:
         """Whether rounds may begin."""
-        if self._differ and self._unsettled:
-            gc.collect()  # layers of a model that nobody has any more do not count
-            self.settle(())
+        if self._differ and self._received:
+            if self._unsettled:
+                gc.collect()  # layers of a model that nobody has any more do not count
+            if not self._unsettled:
+                self._differ = ""
         return not self._differ
 
     def check(self) -> None:

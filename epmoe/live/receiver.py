@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import time
 import traceback
 from collections import Counter
@@ -35,7 +34,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from ctypes import c_int64
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol
 from weakref import WeakSet
 
@@ -52,6 +50,7 @@ from epmoe.live.copies import Tensors, copies_on
 from epmoe.live.finite import NotFiniteError, nonfinite_rows
 from epmoe.live.held import Held, HeldVersions, differences
 from epmoe.live.layout import EMPTY
+from epmoe.live.shared_words import shared_words
 from epmoe.live.versions import (
     Version,
     computes,
@@ -276,7 +275,7 @@ class WeightReceiver:
         self._await_device()
 
     def _share_words(self, peers: Any) -> None:
-        self._words = _shared_words(self._folder, peers, _STAGED + self._ep.size)
+        self._words = shared_words(self._folder, peers, _STAGED + self._ep.size, _NONE)
         # The words of rank 0 by their address, which costs less than an operator.
         self._glance = (c_int64 * _STAGED).from_address(self._words.data_ptr())
 
@@ -791,29 +790,3 @@ def _shapes_of_experts(weights: Tensors) -> dict[str, tuple[int, ...]]:
     """The shapes of an expert's weights by name, without those of fp8 scales."""
     scales = _SCALES.values()
     return {name: tuple(value.shape[1:]) for name, value in weights.items() if name not in scales}
-
-
-def _shared_words(folder: Path, peers: Any, count: int) -> Tensor:
-    """int64 [count], `_NONE` each, in memory of all ranks that no file names any more. Collective.
-    Raises ValueError where a rank is on another machine.
-    """
-    path = ""
-    is_shared = False
-    try:
-        # Rank 0 makes a file, whose bytes of ones are words of −1.
-        if peers.rank == 0:
-            handle, path = tempfile.mkstemp(prefix=".words", dir=folder)
-            with os.fdopen(handle, "wb") as file:
-                file.write(bytes([255]) * 8 * count)
-        # All ranks map it. On another machine `from_file` makes a file of zeros.
-        path = peers.all_gather(path)[0]
-        words = torch.from_file(path, shared=True, size=count, dtype=torch.int64)
-        is_shared = bool(words.eq(_NONE).all())
-        peers.all_gather(None)
-    finally:
-        # Also where a rank raises or has died meanwhile: nobody else knows of the file.
-        if path and (peers.rank == 0 or not is_shared):
-            Path(path).unlink(missing_ok=True)
-    if not is_shared:
-        raise ValueError("all ranks of a server that receives weights must be on one machine")
-    return words

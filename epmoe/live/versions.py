@@ -39,6 +39,7 @@ from epmoe.exchange.memory import BUFFER_ALIGNMENT, round_up
 from epmoe.exchange.sockets import MOST_DESCRIPTORS, Handout, fetch_descriptor
 from epmoe.group.errors import EPStateError
 from epmoe.live.copies import idle
+from epmoe.live.shared_words import remove_orphans
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.given import layers_of, name_without_wrappers
 from epmoe.local.spread import local_view
@@ -557,12 +558,15 @@ def layers_to_hand_over(model: nn.Module) -> dict[str, Any]:
 
 
 def own_folder(folder: str | os.PathLike[str]) -> Path:
-    """The folder, made for this user only. Raises PermissionError where others can write there."""
+    """The folder, made if need be, without what servers have left that were killed. Raises
+    PermissionError where others could write into it.
+    """
     path = Path(folder).absolute()
     path.mkdir(0o700, parents=True, exist_ok=True)
     who = who_else(path)
     if who:
         raise PermissionError(f"{path} {who}, who could put weights there: take another folder")
+    remove_orphans(path)
     return path
 
 

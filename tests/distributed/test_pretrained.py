@@ -4,20 +4,25 @@ or not at all.
 
 from __future__ import annotations
 
+import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from exchanges import make_config
-from helpers import randn
+from helpers import long, randn, slow
+from interrupted_steps import FILES, steps_until_whole
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from waits import LONG_S, SOON_S
 
 import epmoe
 from epmoe import ExpertParallel, MoELayer, SafetensorsFolder
-from epmoe.checkpoint import save_pretrained
+from epmoe.checkpoint import folders, pretrained, save_pretrained, state_dicts
 
 pytestmark = pytest.mark.usefixtures("serving")
 
@@ -115,6 +120,43 @@ def test_parameters_that_fsdp_shards_are_gathered_one_by_one(folder, rank, size,
         save_pretrained(model, folder / "end", source)
         saved = SafetensorsFolder(folder / "end")
         assert all(torch.equal(saved[key], tensor) for key, tensor in tensors_of(kind).items())
+
+
+@pytest.mark.parametrize(
+    ("victim", "stride"), [(0, 211), (1, 211), slow(0, 5), slow(1, 5), long(0, 1), long(1, 1)]
+)
+def test_all_ranks_raise_wherever_a_handler_raises(folder, rank, size, victim, stride, monkeypatch):
+    """Also in the group of the experts, which goes on. The folder is there where all have
+    succeeded.
+    """
+    source = start(folder, "fused", rank)
+    files = FILES | {folders.__file__, pretrained.__file__, state_dicts.__file__}
+    describe = pretrained._tensors
+    config = make_config(size, experts=E, top_k=K, hidden=D, timeout_s=LONG_S)
+    with ExpertParallel(config, device="cpu") as ep:
+        model = model_of(ep, source)
+
+        def step(begun: Callable[[], None]) -> None:
+            def in_the_step(*arguments: object) -> object:
+                begun()
+                return describe(*arguments)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(pretrained, "_tensors", in_the_step)
+                save_pretrained(model, folder / "end", source)
+
+        begin = time.monotonic()
+        for outcomes in steps_until_whole(rank, step, victim=victim, files=files, stride=stride):
+            assert time.monotonic() - begin < SOON_S, "the others hear of it at once"
+            others = {outcome for r, outcome in enumerate(outcomes) if r != victim}
+            assert others in ({"whole"}, {"RuntimeError"}), outcomes
+            assert (folder / "end").exists() == (others == {"whole"})
+            dist.barrier()
+            if rank == 0:
+                shutil.rmtree(folder / "end", ignore_errors=True)
+            dist.barrier()
+            begin = time.monotonic()
+        assert set(outcomes) == {"whole"}
 
 
 @pytest.mark.parametrize("guilty", [0, 1])

@@ -77,9 +77,8 @@ def test_numbers_of_layers(ep):
             make_layer(ep, layer_id=wrong)
         with pytest.raises(error, match="`layer_id` must be"):
             E, D = layers[0].router_weight.shape
-            epmoe.MoELayer.from_full(
-                ep, torch.ones(E, D), torch.ones(E, 8, D), torch.ones(E, D, 4), layer_id=wrong
-            )
+            weights = torch.ones(E, D), torch.ones(E, 8, D), torch.ones(E, D, 4)
+            epmoe.MoELayer.from_full(ep, *weights, bias=torch.zeros(E), layer_id=wrong)
     for layer in (copy.deepcopy(layers[0]), layers[1].bfloat16(), layers[2].to(ep.device)):
         assert layer.order is ep.order and "order" not in layer.state_dict()
 

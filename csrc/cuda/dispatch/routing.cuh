@@ -26,8 +26,7 @@ __device__ __forceinline__ int32_t physical(const DispatchBlock& b, int32_t t,
     int32_t only = b.only_copy[expert];
     return only < 0 ? copy_of(b.ex, b.shared.quotas, t, expert) : only;
   };
-  return physical(pair, b.plan.E, b.plan.copies, copy,
-                  b.trains && b.args.keeps_zeros);
+  return physical(pair, b.plan.E, b.plan.copies, copy, b.trains && b.args.keeps_zeros);
 }
 
 // A lane takes one pair, and a warp takes as many tokens as fit into its lanes.

@@ -68,8 +68,7 @@ class MoELayer(nn.Module):
         experts: maps rows [N, D], expert_offsets int32 [e+1] and scales (fp32 [N, D/128] with an
             fp8 payload, otherwise None) to outputs [N, D] in x's dtype, as `GroupedExperts` does.
         bias: fp32, fp16 or bf16 [E], of which the layer makes a buffer in fp32, added to the scores
-            for the choice of experts only. `routing.selection_bias` asks for it, and without that
-            it is refused.
+            for the choice of experts only. `routing.selection_bias` asks for it.
         logit_bias: [E] in the dtype of `router_weight`, a parameter, added to the logits, as
             gpt-oss's router does. `routing.logit_bias` asks for it, and without that it is refused.
         shared: maps the tokens [T, D] to what is added to y [T, D], such as shared experts. On a
@@ -923,11 +922,6 @@ def _check_router(
     elif config.routing.selection_bias:
         raise ValueError(
             "`bias` must be given, since `routing.selection_bias` says that the router has one"
-        )
-    if bias is not None and not config.routing.selection_bias:
-        raise ValueError(
-            "`routing.selection_bias` must be true where the router has a `bias` of the choice: "
-            "checkpoints and other ranks go by the config"
         )
     if logit_bias is not None:
         check_tensor("logit_bias", logit_bias, (weight.dtype,), (E,), weight.device)

@@ -353,10 +353,6 @@ MISTAKES: dict[str, list[tuple]] = {
             {"logit_bias": torch.zeros(12)},
             "`logit_bias` must be None, unless `routing.logit_bias` says",
         ),
-        (
-            {"bias": torch.zeros(12)},
-            "`routing.selection_bias` must be true where the router has a `bias` of the choice",
-        ),
     ],
     "with a bias of the logits": [
         (

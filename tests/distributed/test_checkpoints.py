@@ -52,7 +52,7 @@ def ep_over(rank: int, size: int) -> Iterator[Callable[..., ExpertParallel]]:
         firsts = range(0, size, ranks)
         groups = [dist.new_group(list(range(first, min(first + ranks, size)))) for first in firsts]
         group = groups[rank // ranks]
-        routing = {"logit_bias": kind == "gpt_oss", "selection_bias": True}
+        routing = {"logit_bias": kind == "gpt_oss"}
         config = make_config(
             dist.get_world_size(group), experts=E, top_k=K, hidden=D, routing=routing, **options
         )

@@ -138,10 +138,7 @@ def same(got: list[Tensor], want: list[Tensor], bits: bool = True) -> None:
 def test_every_kind_of_call_has_the_bits_of_serving(bench, dtype, bias, on_input):
     if "adapters" in bench.kind and on_input:
         pytest.skip("weights would multiply the numbers of adapters, so it is refused")
-    ep = bench.open(
-        computes={"weights_on_input": on_input}, routing={"selection_bias": bias is not None}
-    )
-    layer = bench.layer(ep, dtype=dtype, bias=bias)
+    layer = bench.layer(bench.open(computes={"weights_on_input": on_input}), dtype=dtype, bias=bias)
     x = bench.x(dtype=dtype)
     # A batch, one token, none, and a batch of sequences.
     for tokens in (x, x[:1], x[:0], x[:8].view(2, 4, D)):

@@ -647,7 +647,7 @@ class MoELayer(nn.Module):
         # Choose experts, or weight those that were given.
         given_TK, weights_TK = (None, None) if routing is None else routing
         logits_TE: Tensor | None = None
-        if given_TK is None or weights_TK is None:
+        if routing is None or weights_TK is None:
             with without_autocast(x_TD.device):
                 logits_TE = router_logits(
                     scored_TD, self.router_weight, self.logit_bias, invariant=self._invariant
@@ -663,8 +663,9 @@ class MoELayer(nn.Module):
             # As in serving; they have no gradients either.
             sent_TK = ids_TK.masked_fill(weights_TK == 0, -1)
         else:
-            ids_TK = given_TK
-            sent_TK = given_TK
+            # Checked by dispatch: they are the caller's.
+            ids_TK = routing[0]
+            sent_TK = ids_TK
 
         # Tokens to their experts.
         weights_on = self._weights_on

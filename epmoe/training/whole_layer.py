@@ -79,7 +79,9 @@ class Trained(NamedTuple):
     """The inputs with gradients, in the order of the node's."""
 
     x: Any
-    """[T, D]"""
+    """[T, D], of the experts"""
+    scored: Any
+    """the same of the router: autograd adds both gradients, in the order of a layer in parts"""
     router_weight: Any
     """[E, D]"""
     logit_bias: Any
@@ -146,7 +148,7 @@ def run(
     )
     weights = experts.w_gate_up, experts.w_down, experts.gate_up_bias, experts.down_bias
     y, ids, weights_TK, logits, tokens = _Layer.apply(
-        step, exchange.anchor, x_TD, router.weight, router.logit_bias, *weights
+        step, exchange.anchor, x_TD, x_TD, router.weight, router.logit_bias, *weights
     )
     return y, Routes(ids, weights_TK, logits, tokens)
 
@@ -155,7 +157,7 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, step: Step, anchor: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
         given = Trained(*inputs)
-        weights = TrainedWeights(*map(rows_of, given[3:]))
+        weights = TrainedWeights(*map(rows_of, given[4:]))
         with without_autocast(given.x.device):
             return _forward(ctx, step, given, weights)
 
@@ -223,7 +225,7 @@ def _forward(
     ctx.x_dtype = x_TD.dtype
     ctx.step = step._replace(opening=opening._replace(num_tokens=None))
     ctx.num_rows = arrived.rows.shape[0]
-    ctx.specs = [spec_of(value) for value in given[3:]]
+    ctx.specs = [spec_of(value) for value in given[4:]]
     ctx.generation = directions.generation
     ctx.mark_non_differentiable(ids_TK, arrived.tokens_per_expert)
     ctx.set_materialize_grads(False)
@@ -278,7 +280,7 @@ def _backward(
             debts.has_opened(directions)
             segments = TrainedSegments(offsets, None, *step.gating)
             # Other ranks need the gradients of rows and of their weights, whatever is frozen here.
-            wanted = OfEach(True, True, *needs[3:])
+            wanted = OfEach(True, True, *needs[4:])
             of_experts = experts_backward(arrived.rows, Kept(*kept), segments, wanted, step.gemm)
             grad_x, by_weights = directions.backward.back_with_values(
                 of_experts["rows"], of_experts["row_weights"]
@@ -289,14 +291,13 @@ def _backward(
     if grad_weights is not None:
         by_route = route_gradient(grad_weights, logits_TE, ids_TK, weights_TK, step.routing)
         grad_logits = by_route if grad_logits is None else grad_logits + by_route
+    grad_scored = None
     grad_router = None
     grad_bias = None
     if grad_logits is not None:
-        if needs.x:
+        if needs.scored:
             by_router = x_gradient(grad_logits, router_weight, invariant=step.invariant)
-            by_router = by_router.to(ctx.x_dtype)
-            # In one call with the product it would round once less than a sum of autograd's.
-            grad_x = by_router if grad_x is None else grad_x.add_(by_router)
+            grad_scored = by_router.to(ctx.x_dtype)
         if needs.router_weight:
             grad_router = weight_gradient(grad_logits, x_TD)
         if needs.logit_bias:
@@ -306,4 +307,4 @@ def _backward(
         gradient_of_whole(of_experts.get(name), spec, step.averages_over)
         for name, spec in zip(TrainedWeights._fields, ctx.specs, strict=True)
     ]
-    return Trained(grad_x, grad_router, grad_bias, *of_weights)
+    return Trained(grad_x, grad_scored, grad_router, grad_bias, *of_weights)

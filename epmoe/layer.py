@@ -604,12 +604,12 @@ class MoELayer(nn.Module):
             if is_plain and whole_layer.is_one_node(
                 experts, x_TD, self.router_weight, self.logit_bias
             ):
-                router = whole_layer.Router(
-                    self.router_weight, self.logit_bias, self.bias, self._routing, self._invariant
-                )
+                router = whole_layer.Router(self.bias, self._routing, self._invariant)
                 y_TD, routes = whole_layer.run(
                     exchange,
                     router,
+                    self.router_weight,
+                    self.logit_bias,
                     experts,
                     x_TD,
                     num_tokens=num_tokens,

@@ -4,7 +4,7 @@
 
 Each node that autograd visits costs the host 20 to 50 µs, forward and backward. The parts are those
 of operators.py, route.py, logits.py and experts_gradients.py, which compilers, modes and experts of
-one's own see one by one. The gradient of x is the sum of those by the experts and by the router.
+one's own see one by one.
 """
 
 from __future__ import annotations
@@ -42,12 +42,8 @@ _BACK = BACKWARD._replace(keeps_zeros=False)
 
 
 class Router(NamedTuple):
-    """What chooses experts."""
+    """How logits are made, and how they choose experts."""
 
-    weight: Tensor
-    """[E, D]"""
-    logit_bias: Tensor | None
-    """[E]"""
     bias: Tensor | None
     """fp32 [E], of the choice"""
     options: dict[str, Any]
@@ -61,10 +57,7 @@ class Step(NamedTuple):
 
     number: int
     """by which the exchange is found, as long as it lives"""
-    routing: dict[str, Any]
-    bias: Tensor | None
-    invariant: bool
-    """the last three are those of `Router`"""
+    router: Router
     gating: tuple[bool, float, float, float]
     """the last fields of `TrainedSegments`"""
     gemm: str
@@ -101,10 +94,9 @@ def is_one_node(experts: object, *tensors: Tensor | None) -> TypeGuard[GroupedEx
         return False
     if torch.compiler.is_compiling() or is_looked_at(tensors):
         return False
-    has_own_forward = type(experts).forward is not GroupedExperts.forward or "forward" in vars(
-        experts
-    )
-    return not (has_own_forward or has_hooks(experts))
+    if type(experts).forward is not GroupedExperts.forward or "forward" in vars(experts):
+        return False
+    return not has_hooks(experts)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -121,6 +113,8 @@ def has_hooks(module: nn.Module) -> bool:
 def run(
     exchange: TrainingExchange,
     router: Router,
+    router_weight: Tensor,
+    logit_bias: Tensor | None,
     experts: GroupedExperts,
     x_TD: Tensor,
     *,
@@ -131,15 +125,13 @@ def run(
     """y [T, D] and what was chosen, whose weights and logits have gradients. Opens a round, and
     closes it.
 
-    x [T, D] is in the dtype of the experts. Other arguments and errors are those of
-    `TrainingExchange.dispatch`.
+    x [T, D] is in the dtype of the experts, `router_weight` [E, D] and `logit_bias` [E]. Other
+    arguments and errors are those of `TrainingExchange.dispatch`.
     """
     opening = exchange.opening(x_TD, num_rows, num_tokens, aligned=False)
     step = Step(
         exchange.number,
-        router.options,
-        router.bias,
-        router.invariant,
+        router,
         experts.gating,
         experts.trained_gemm(),
         experts.averages_over,
@@ -148,7 +140,7 @@ def run(
     )
     weights = experts.w_gate_up, experts.w_down, experts.gate_up_bias, experts.down_bias
     y, ids, weights_TK, logits, tokens = _Layer.apply(
-        step, exchange.anchor, x_TD, x_TD, router.weight, router.logit_bias, *weights
+        step, exchange.anchor, x_TD, x_TD, router_weight, logit_bias, *weights
     )
     return y, Routes(ids, weights_TK, logits, tokens)
 
@@ -194,18 +186,19 @@ def _forward(
     directions = find(step.number)
     exchange = directions.forward.exchange
     opening = step.opening
+    router = step.router
     num_tokens = opening.num_real if opening.num_tokens is None else opening.num_tokens
 
     # Choose experts.
     logits_TE = logits_forward(
-        x_TD, given.router_weight, given.logit_bias, invariant=step.invariant
+        x_TD, given.router_weight, given.logit_bias, invariant=router.invariant
     )
     ids_TK, weights_TK = route(
         logits_TE,
-        bias=step.bias,
+        bias=router.bias,
         num_tokens=num_tokens,
         counters=exchange.views["health.counters"],
-        **step.routing,
+        **router.options,
     )
 
     # Tokens to their experts, and back. The link is explained in operators.py.
@@ -258,6 +251,7 @@ def _backward(
         ctx.saved_tensors
     )
     step = ctx.step
+    router = step.router
     opening = step.opening
     directions = find(step.number)
     debts = directions.debts
@@ -287,16 +281,16 @@ def _backward(
             )
         grad_weights = by_weights if grad_weights is None else grad_weights + by_weights
 
-    # Through route to the router, whose gradient of x joins that by the experts.
+    # Through route to the router, which has a gradient of x of its own.
     if grad_weights is not None:
-        by_route = route_gradient(grad_weights, logits_TE, ids_TK, weights_TK, step.routing)
+        by_route = route_gradient(grad_weights, logits_TE, ids_TK, weights_TK, router.options)
         grad_logits = by_route if grad_logits is None else grad_logits + by_route
     grad_scored = None
     grad_router = None
     grad_bias = None
     if grad_logits is not None:
         if needs.scored:
-            by_router = x_gradient(grad_logits, router_weight, invariant=step.invariant)
+            by_router = x_gradient(grad_logits, router_weight, invariant=router.invariant)
             grad_scored = by_router.to(ctx.x_dtype)
         if needs.router_weight:
             grad_router = weight_gradient(grad_logits, x_TD)

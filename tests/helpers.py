@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import epmoe
 from epmoe.native.build import build
@@ -171,6 +172,18 @@ def alone(
     return epmoe.EPConfig(
         **config | {name: config.get(name, {}) | keys for name, keys in sections.items()}
     )
+
+
+class SeenOperators(TorchDispatchMode):
+    """The names of the operators that a mode sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
 
 
 def full_layer(

@@ -5,22 +5,9 @@ them.
 from __future__ import annotations
 
 import torch
-from helpers import randn
-from torch.utils._python_dispatch import TorchDispatchMode
+from helpers import SeenOperators, randn
 
 from epmoe.training import route
-
-
-class Seen(TorchDispatchMode):
-    """The names of the operators of epmoe that a mode sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(func.name())
-        return func(*args, **(kwargs or {}))
 
 
 def run() -> torch.Tensor:
@@ -38,6 +25,6 @@ def test_eager_calls_pass_one_operator_a_direction():
 
 def test_modes_see_the_names():
     want = run()
-    with Seen() as seen:
+    with SeenOperators() as seen:
         got = run()
     assert "epmoe::train_route" in seen.names and torch.equal(got, want)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import full_layer, randn
-from torch.utils._python_dispatch import TorchDispatchMode
+from helpers import SeenOperators, full_layer, randn
 
 import epmoe
 from epmoe.training import whole_layer
@@ -18,18 +17,6 @@ D = 64
 def layer(make_ep):
     made, _ = full_layer(make_ep(experts=6, top_k=2, hidden=D))
     return made.requires_grad_()
-
-
-class Seen(TorchDispatchMode):
-    """The names of the operators that a mode sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(func.name())
-        return func(*args, **(kwargs or {}))
 
 
 def tokens(layer: epmoe.MoELayer) -> torch.Tensor:
@@ -106,7 +93,7 @@ def test_hooks_of_experts_see_every_call(layer):
 
 
 def test_a_mode_sees_the_parts(layer):
-    with Seen() as seen:
+    with SeenOperators() as seen:
         layer(tokens(layer)).nan_to_num().sum().backward()
     parts = {"epmoe::train_dispatch", "epmoe::train_experts", "epmoe::train_combine"}
     assert parts <= seen.names

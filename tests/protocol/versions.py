@@ -9,7 +9,7 @@ Each tick of a rank and the opening of its next round are steps of their own.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from protocol.explorer import Broken
 
@@ -143,6 +143,17 @@ class Group(NamedTuple):
     interrupts: int
 
 
+# A group whose ranks have made no receivers yet.
+_NO_RECEIVERS: dict[str, Any] = {
+    "serves": False,
+    "making": None,
+    "told": False,
+    "target": None,
+    "round": NONE,
+    "of_rounds": (),
+}
+
+
 class HoldModel:
     """For `explore`.
 
@@ -171,12 +182,7 @@ class HoldModel:
             ranks=(Rank(),) * ranks,
             folder=None,
             trainer=1,
-            serves=False,
-            making=None,
-            told=False,
-            target=None,
-            round=NONE,
-            of_rounds=(),
+            **_NO_RECEIVERS,
             versions=versions,
             deaths=deaths,
             joins=joins,
@@ -235,12 +241,7 @@ class HoldModel:
         """No rank has a receiver."""
         return state._replace(
             ranks=tuple(Rank(real=rank.real, held=rank.held, is_new=rank.is_new) for rank in ranks),
-            serves=False,
-            making=None,
-            told=False,
-            target=None,
-            round=NONE,
-            of_rounds=(),
+            **_NO_RECEIVERS,
         )
 
     def _makes(self, state: Group) -> Iterator[tuple[str, Group]]:

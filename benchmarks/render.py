@@ -94,11 +94,11 @@ of one subject.
 def markdown(sections: Sequence[Sequence[Published]]) -> str:
     """The text of BENCHMARKS.md, a table for each sequence of results."""
     lines = [*_HEADER]
-    # A table for each subject, then what missed its target, and links to the rest.
+    # A table for each subject, then what missed its target.
     for results in sections:
         lines += [*_section(results), ""]
     shown = [result for results in sections for result in results]
-    lines += [*_missed(shown), "", *_more(shown)]
+    lines += _missed(shown)
     return "\n".join(lines) + "\n"
 
 
@@ -228,17 +228,6 @@ def _missed(results: Sequence[Published]) -> Iterator[str]:
         subject = f"{result.model}: " if result.model else ""
         what = f"{subject}{target.what}: {target.limit} {wanted} {target.unit}"
         yield _line([result.where, what, got, target.bound_by or "–"])
-
-
-def _more(shown: Sequence[Published]) -> Iterator[str]:
-    """Links to the results that have no table here."""
-    results = {path.name: read(path) for path in sorted(FOLDER.glob("*.json"))}
-    links = [
-        f"[{result.title}]({FOLDER.name}/{name}) ({result.date})"
-        for name, result in results.items()
-        if result not in shown
-    ]
-    yield f"Older results, and subjects that other pages tell: {', '.join(links)}."
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -150,7 +150,6 @@ class MoELayer(nn.Module):
         """How many `replay` and `adapters_of` give this layer something, or gave it in a graph that
         still lives.
         """
-        self._propagates = ep.config.routing.nan_rows == "propagate"
         self._jitter = ep.config.routing.jitter_noise
         self._routing = ep.config.routing.options | {"top_k": ep.config.model.num_experts_per_tok}
         self._exchange, self._why_no_gradients = exchange, _ADAPTERS_ONLY_SERVE
@@ -556,8 +555,6 @@ class MoELayer(nn.Module):
             y_TD += shared.result()
             if num_tokens is not None:
                 zero_padding_rows_(y_TD, num_tokens)
-        if self._propagates and logits_TE is not None:
-            y_TD.masked_fill_(self._undefined(ids_TK, logits_TE), torch.nan)
         return y_TD, routes
 
     def _with_gradients(
@@ -623,8 +620,6 @@ class MoELayer(nn.Module):
 
         if self.shared is not None:
             y_TD = self._with_shared(y_TD, x_TD, num_tokens)
-        if self._propagates and routes.logits is not None:
-            y_TD = y_TD.masked_fill(self._undefined(routes.ids, routes.logits), torch.nan)
         # Not a view, from which an operation in place would take FSDP's hooks.
         return torch.ops.aten._unsafe_view(y_TD, x.shape), routes
 
@@ -838,15 +833,6 @@ class MoELayer(nn.Module):
         """
         dtypes = self._dtypes()
         return x.dtype if isinstance(x, Tensor) and x.dtype in dtypes else self._dtype or dtypes[0]
-
-    def _undefined(self, ids_TK: Tensor, logits_TE: Tensor) -> Tensor:
-        """bool [T, 1]: real tokens whose scores are undefined."""
-        real = ids_TK[:, :1] < self.ep.config.model.num_experts  # padding has the id E
-        largest = logits_TE.detach().amax(
-            1, keepdim=True
-        )  # NaN where any is; −Inf alone costs an expert only itself
-        is_sigmoid = self.ep.config.routing.scoring == "sigmoid"
-        return real & (largest.isnan() if is_sigmoid else ~largest.isfinite())
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         for name in (

@@ -2,8 +2,9 @@
 rules is idle.
 
 The model's files are in tests/protocol: what a rank does in `cpu.py`, `cuda.py` and `mail.py`, how
-stores and ranks move in `machine.py`, the search in `explorer.py`, the rules in `rules.py`.
-Meetings after a death are in `board.py`, versions of weights in `versions.py`.
+stores and ranks move in `machine.py`, the search in `explorer.py`. Hosts meet after a death in
+`board.py`, take versions of weights in `versions.py`, and replay graphs in `replays.py`. The rules
+of all of them are rows of `rules.py`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,21 @@ from itertools import product
 
 import pytest
 from helpers import ROOT, long, slow
-from protocol.board import BOARD_RULES, BoardModel
 from protocol.explorer import Violation, explore
-from protocol.models import build
-from protocol.replays import KERNELS, REPLAY_RULES, SEATS, ReplayModel
-from protocol.rules import COPIED, CPU, LL, MAIL, PROTOCOLS, RULES
-from protocol.versions import HOLD_RULES, SEND_RULES, HoldModel, SendModel
+from protocol.models import build, model
+from protocol.replays import KERNELS, SEATS
+from protocol.rules import (
+    COPIED,
+    CPU,
+    HOLDS,
+    LL,
+    MAIL,
+    MEETINGS,
+    PROTOCOLS,
+    REPLAYS,
+    RULES,
+    SENDS,
+)
 
 SCENARIOS = {  # those of few states first, in which most rules are missed
     "some ranks send nothing": {"one_way": True},
@@ -92,21 +102,6 @@ def test_every_interleaving_of_mail_keeps_the_promises(ranks):
     assert states > 100 and nodes == reached(MAIL, ranks, "no failure", lazy=False)[1]
 
 
-@pytest.mark.parametrize(
-    ("rule", "protocol"), [(rule, protocol) for rule in RULES for protocol in RULES[rule]]
-)
-def test_no_rule_can_be_left_out(rule, protocol):
-    """Without it, a scenario ends in a violation."""
-    # With final rows, two sources follow one another in a place.
-    ranks = 3 if rule == "final-rows" else 2
-    for options in SCENARIOS.values():
-        try:
-            explore(build(protocol, ranks, **options, without=rule, lazy=True))
-        except Violation:
-            return
-    pytest.fail(f"{protocol} keeps its promises without the rule {rule}")
-
-
 @pytest.mark.parametrize("scenario", ["no failure", "aborts"])
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_ranks_are_at_most_one_stage_apart(protocol, scenario):
@@ -124,114 +119,100 @@ def test_ranks_are_at_most_one_stage_apart(protocol, scenario):
     assert apart == (2 if scenario == "aborts" and protocol == CPU else 1)
 
 
-MEETINGS = {
-    "no failure": {},
-    "two leaders": {"slow": (0,)},  # each with a list of its own
-    "a death at any write": {"deaths": 1},
-    "a slow member": {"slow": (0,), "errors": 1},
-    "a failed attempt": {"errors": 1},
-    "a rank loads for long": {"misses": 1},
+OF_HOSTS = {  # those of few states first
+    MEETINGS: {
+        "no failure": {"ranks": 3},
+        "two leaders": {"ranks": 3, "slow": (0,)},  # each with a list of its own
+        "a death at any write": {"ranks": 3, "deaths": 1},
+        "a slow member": {"ranks": 3, "slow": (0,), "errors": 1},
+        "a failed attempt": {"ranks": 3, "errors": 1},
+        "a rank loads for long": {"ranks": 3, "misses": 1},
+    },
+    SENDS: {"sends fail": {"versions": 4, "failures": 3}},
+    HOLDS: {
+        "a flip": {"versions": 1},
+        "a flip is interrupted, and the folder goes": {"versions": 1, "interrupts": 1, "losses": 1},
+        "a rank joins a rank that has a version": {
+            "ranks": 1,
+            "versions": 1,
+            "joins": 1,
+            "losses": 1,
+        },
+        "two versions": {"versions": 2},
+        "two trainers, and a death between flips": {
+            "versions": 2,
+            "joins": 1,
+            "deaths": 1,
+            "losses": 2,
+            "rounds": 1,
+        },
+        "a death between flips": {"ranks": 3, "versions": 1, "deaths": 1, "losses": 1},
+        "two versions over three ranks": {"ranks": 3, "versions": 2},
+    },
+    REPLAYS: {
+        f"addresses stay: {alike}, the other rank {other}": {"alike": alike, "other": other}
+        for alike, other in product((True, False), SEATS)
+    },
 }
+
+
+@pytest.mark.parametrize(
+    ("rule", "protocol"), [(rule, protocol) for rule in RULES for protocol in RULES[rule]]
+)
+def test_no_rule_can_be_left_out(rule, protocol):
+    """Without it, a scenario ends in a violation."""
+    scenarios = OF_HOSTS.get(protocol)
+    if scenarios is None:
+        # With final rows, two sources follow one another in a place.
+        ranks = 3 if rule == "final-rows" else 2
+        scenarios = {name: options | {"ranks": ranks} for name, options in SCENARIOS.items()}
+    for options in scenarios.values():
+        try:
+            explore(model(protocol, without=rule, **options))
+        except Violation:
+            return
+    pytest.fail(f"{protocol} keeps its promises without the rule {rule}")
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        *MEETINGS.values(),
-        slow({"deaths": 2}),
-        slow({"deaths": 1, "misses": 1}),
-        slow({"deaths": 1, "errors": 1}),
-        slow({"deaths": 1, "slow": (0,)}),
+        *OF_HOSTS[MEETINGS].values(),
+        slow({"ranks": 3, "deaths": 2}),
+        slow({"ranks": 3, "deaths": 1, "misses": 1}),
+        slow({"ranks": 3, "deaths": 1, "errors": 1}),
+        slow({"ranks": 3, "deaths": 1, "slow": (0,)}),
     ],
 )
 def test_ranks_form_one_group_and_none_that_lives_is_left_out(options):
     """Whatever ends or fails, the others go on in the same attempt with the same members, and
     nobody waits for ever.
     """
-    states = explore(BoardModel(3, **options))
+    states = explore(model(MEETINGS, **options))
     print(len(states))
     assert len(states) > 90
 
 
-@pytest.mark.parametrize("rule", BOARD_RULES)
-def test_no_rule_of_the_board_can_be_left_out(rule):
-    for options in MEETINGS.values():
-        try:
-            explore(BoardModel(3, **options, without=rule))
-        except Violation:
-            return
-    pytest.fail(f"one group forms without the rule {rule}")
-
-
-VERSIONS_SENT = 4
-SENDS_THAT_FAIL = 3
-
-
 def test_a_whole_version_stays_and_failed_sends_are_told():
-    assert len(explore(SendModel(VERSIONS_SENT, SENDS_THAT_FAIL))) > 1000
+    (options,) = OF_HOSTS[SENDS].values()
+    assert len(explore(model(SENDS, **options))) > 1000
 
 
-@pytest.mark.parametrize("rule", SEND_RULES)
-def test_no_rule_of_sends_can_be_left_out(rule):
-    with pytest.raises(Violation):
-        explore(SendModel(VERSIONS_SENT, SENDS_THAT_FAIL, rule))
-
-
-HOLDS = {  # those of few states first
-    "a flip": {"versions": 1},
-    "a flip is interrupted, and the folder goes": {"versions": 1, "interrupts": 1, "losses": 1},
-    "a rank joins a rank that has a version": {
-        "ranks": 1,
-        "versions": 1,
-        "joins": 1,
-        "losses": 1,
-    },
-    "two versions": {"versions": 2},
-    "two trainers, and a death between flips": {
-        "versions": 2,
-        "joins": 1,
-        "deaths": 1,
-        "losses": 2,
-        "rounds": 1,
-    },
-    "a death between flips": {"ranks": 3, "versions": 1, "deaths": 1, "losses": 1},
-    "two versions over three ranks": {"ranks": 3, "versions": 2},
-}
-
-
-@pytest.mark.parametrize("options", HOLDS.values(), ids=HOLDS)
+@pytest.mark.parametrize("options", OF_HOSTS[HOLDS].values(), ids=OF_HOSTS[HOLDS])
 def test_a_round_has_one_version_or_the_ranks_are_told(options):
     """Whichever rank dies, joins or is interrupted, and whatever becomes of the folder."""
-    assert len(explore(HoldModel(**options))) > 500
+    assert len(explore(model(HOLDS, **options))) > 500
 
 
-@pytest.mark.parametrize("rule", HOLD_RULES)
-def test_no_rule_of_versions_can_be_left_out(rule):
-    for options in HOLDS.values():
-        try:
-            explore(HoldModel(**options, without=rule))
-        except Violation:
-            return
-    pytest.fail(f"rounds have one version without the rule {rule}")
-
-
-@pytest.mark.parametrize("other", SEATS)
-@pytest.mark.parametrize("alike", [True, False])
-def test_replays_find_their_own_windows_or_are_told(alike, other):
+@pytest.mark.parametrize("options", OF_HOSTS[REPLAYS].values(), ids=OF_HOSTS[REPLAYS])
+def test_replays_find_their_own_windows_or_are_told(options):
     """Also one that starts in a group and ends in the next."""
-    states = explore(ReplayModel(alike, other=other))
+    states = explore(model(REPLAYS, **options))
     whole = {state for state in states if state.ended == KERNELS and not state.told}
     assert any(state.mapped == 1 for state in whole) and any(state.told for state in states)
-
-
-@pytest.mark.parametrize("rule", REPLAY_RULES)
-def test_no_rule_of_replays_can_be_left_out(rule):
-    with pytest.raises(Violation):
-        for alike, other in product((True, False), SEATS):
-            explore(ReplayModel(alike, rule, other))
 
 
 def test_the_page_names_the_rules_of_the_model():
     text = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
     named = re.findall(r"\*\*Rule ([\w-]+)\.\*\*", text)
-    assert sorted(named) == sorted([*RULES, *BOARD_RULES, *REPLAY_RULES, *SEND_RULES, *HOLD_RULES])
+    assert sorted(named) == sorted(RULES)

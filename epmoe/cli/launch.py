@@ -255,12 +255,13 @@ def launch(
     """Run `program` with `arguments` on all ranks by torch's launcher, with their logs in `folder`.
 
     Ranks get the variables of torchrun, and those of `meeting` in place of MASTER_ADDR and
-    MASTER_PORT: a store at a port would obey every user of this machine. They also get this
-    process's module search path, `folder` for temporary files, and one thread each. gloo connects
-    them on the loopback interface, where no other machine reaches them. What the launcher changes
-    in this process, handlers of signals among it, is undone. `run_id` and `start_method` are those
-    of torch's launcher, which looks at the ranks every `look_s` seconds. Raises ChildFailedError if
-    a rank fails, SignalException if a signal ends this process.
+    MASTER_PORT: a store at a port would obey every user of this machine, and that of torch's
+    `elastic_launch` listens on all interfaces. They also get this process's module search path,
+    `folder` for temporary files, and one thread each. gloo connects them on the loopback interface,
+    where no other machine reaches them. What the launcher changes in this process, handlers of
+    signals among it, is undone. `run_id` and `start_method` are those of torch's launcher, which
+    looks at the ranks every `look_s` seconds. Raises ChildFailedError if a rank fails,
+    SignalException if a signal ends this process.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -13,7 +13,6 @@ from rich import box
 from rich.table import Table
 
 from epmoe.bench.report import write_json
-from epmoe.cli import parallelism
 from epmoe.cli.capacity import Capacity, advice, experts, network, rank_plans, suggestions
 from epmoe.cli.console import UserError, check_output, console, human_bytes, print_whole
 from epmoe.cli.launch import CONFIG, NPROC, load
@@ -34,22 +33,6 @@ def plan(
         ),
     ] = None,
     multiprocessors: Annotated[int, typer.Option(min=1, help="Of the GPU; an H200 has 132.")] = 132,
-    compare: Annotated[
-        bool,
-        typer.Option(
-            "--compare",
-            help="Instead what a layer takes with expert and tensor parallel, and replicas.",
-        ),
-    ] = False,
-    gpu: Annotated[
-        parallelism.GpuName, typer.Option(help="With --compare: whose constants.")
-    ] = "h200",
-    imbalance: Annotated[
-        float,
-        typer.Option(
-            "--load", min=1.0, help="With --compare: rows of EP's busiest rank over the mean."
-        ),
-    ] = 1.0,
     nproc: Annotated[int | None, NPROC] = None,
 ) -> None:
     """Show what memory a configuration takes, per rank and per node, and on GPUs how its kernels
@@ -65,9 +48,6 @@ def plan(
         )
     parsed = load(config, nproc)
     check_output("--json", as_json, (".json",))
-    if compare:
-        _compare(parsed, gpu, imbalance, as_json)
-        return
     plans = rank_plans(parsed)
     on_gpus = parsed.exchange.transport == "nvlink"
     if as_json:
@@ -100,17 +80,6 @@ def plan(
                 "[dim]The launches are not shown, since the native library cannot be loaded: "
                 f"{error}[/]"
             )
-
-
-def _compare(
-    config: EPConfig, gpu: parallelism.GpuName, imbalance: float, as_json: Path | None
-) -> None:
-    """Print what a layer takes with each layout, or write it as JSON."""
-    if as_json:
-        write_json(as_json, parallelism.as_dict(config, gpu, imbalance))
-        return
-    for paragraph in parallelism.paragraphs(config, gpu, imbalance):
-        print_whole(paragraph)
 
 
 def _memory_table(plan: MemoryPlan, totals: dict[str, int]) -> Table:

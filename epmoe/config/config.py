@@ -115,16 +115,11 @@ class RoutingConfig(Strict):
     """A `MoELayer` in `train()` mode multiplies x by uniform noise from 1 − this to 1 + this, as
     Mixtral's code does; not under `torch.inference_mode()`.
     """
-    nan_rows: Literal["zero", "propagate"] = "zero"
-    """What a `MoELayer` returns for a token whose scores are undefined, by NaN or under softmax by
-    +Inf: the sum of what `route` chose, which is zeros under softmax; or NaN, which helps to look
-    for the cause.
-    """
 
     @property
     def options(self) -> dict[str, Any]:
         """Arguments of `epmoe.route`, which does not know the other keys."""
-        return self.model_dump(exclude={"jitter_noise", "nan_rows", "selection_bias", "logit_bias"})
+        return self.model_dump(exclude={"jitter_noise", "selection_bias", "logit_bias"})
 
 
 class ExpertsConfig(Strict):

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from protocol.explorer import Broken
 
-BOARD_RULES = ("first-decides", "last-call", "one-outcome", "ready-first", "there-while-loading")
 COMES = "comes"
 MEETS = "meets"
 DECIDES = "decides"
@@ -68,7 +67,7 @@ class BoardModel:
             live.
         slow: ranks of which the others may say that they are silent.
         misses: whether ranks may miss one that loads, and meet again.
-        without: the rule of `BOARD_RULES` that is taken out.
+        without: the rule that is taken out.
     """
 
     def __init__(

@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+from protocol.board import BoardModel
 from protocol.cpu import CpuRank
 from protocol.cuda import CudaRank
+from protocol.explorer import System
 from protocol.machine import Machine
 from protocol.mail import MailRank
-from protocol.rules import CPU, MAIL
+from protocol.replays import ReplayModel
+from protocol.rules import CPU, HOLDS, MAIL, MEETINGS, REPLAYS, SENDS
+from protocol.versions import HoldModel, SendModel
+
+OF_HOSTS = {
+    MEETINGS: BoardModel,
+    SENDS: SendModel,
+    HOLDS: HoldModel,
+    REPLAYS: ReplayModel,
+}
+
+
+def model(protocol: str, *, without: str = "", **options: Any) -> System:
+    """The model of any protocol of `RULES`, with a scenario's options. Windows of a protocol of
+    rounds are lazy.
+    """
+    if protocol in OF_HOSTS:
+        return OF_HOSTS[protocol](without=without, **options)
+    return build(protocol, without=without, lazy=True, **options)
 
 
 def build(

@@ -12,17 +12,6 @@ from typing import NamedTuple
 
 from protocol.explorer import Broken
 
-REPLAY_RULES = (
-    "latch-first",
-    "ends-again",
-    "begins-anew",
-    "clear-last",
-    "scratch-of-its-own",
-    "tables-first",
-    "ends-between",
-    "mark-empty",
-    "marks-go",
-)
 SEATS = ("stays", "leaves", "comes")
 STAGES = ("dispatch", "combine")
 KERNELS = 6

@@ -16,6 +16,13 @@ CUDA = (*SIMPLE, LL)
 PROTOCOLS = (CPU, *CUDA)
 MAIL = "mail"
 """The protocol of moves, which run at the same time as rounds."""
+MEETINGS = "meetings"
+SENDS = "sends"
+HOLDS = "holds"
+REPLAYS = "replays"
+"""Those of hosts: the board, versions that a trainer sends and that a server holds, and replays of
+graphs while the group changes.
+"""
 
 RULES = {
     "open-all": PROTOCOLS,
@@ -41,4 +48,28 @@ RULES = {
     "post-releases": (MAIL,),
     "look-acquires": (MAIL,),
     "staging-free": (MAIL,),
+    "first-decides": (MEETINGS,),
+    "last-call": (MEETINGS,),
+    "one-outcome": (MEETINGS,),
+    "ready-first": (MEETINGS,),
+    "there-while-loading": (MEETINGS,),
+    "keep-whole": (SENDS,),
+    "tell-failures": (SENDS,),
+    "compare-held": (HOLDS,),
+    "compare-joined": (HOLDS,),
+    "doubt-loaded": (HOLDS,),
+    "unknown-while-flipping": (HOLDS,),
+    "name-trainer": (HOLDS,),
+    "all-staged": (HOLDS,),
+    "flip-first": (HOLDS,),
+    "behind-two-rounds": (HOLDS,),
+    "latch-first": (REPLAYS,),
+    "ends-again": (REPLAYS,),
+    "begins-anew": (REPLAYS,),
+    "clear-last": (REPLAYS,),
+    "scratch-of-its-own": (REPLAYS,),
+    "tables-first": (REPLAYS,),
+    "ends-between": (REPLAYS,),
+    "mark-empty": (REPLAYS,),
+    "marks-go": (REPLAYS,),
 }

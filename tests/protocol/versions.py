@@ -13,17 +13,6 @@ from typing import Any, NamedTuple
 
 from protocol.explorer import Broken
 
-SEND_RULES = ("keep-whole", "tell-failures")
-HOLD_RULES = (
-    "compare-held",
-    "compare-joined",
-    "doubt-loaded",
-    "unknown-while-flipping",
-    "name-trainer",
-    "all-staged",
-    "flip-first",
-    "behind-two-rounds",
-)
 NONE = -1
 
 
@@ -43,7 +32,7 @@ class SendModel:
     Args:
         versions: that each rank sends.
         failures: how many sends may fail, since a rank's memory is full.
-        without: the rule of `SEND_RULES` that is taken out.
+        without: the rule that is taken out.
     """
 
     def __init__(self, versions: int, failures: int, without: str = "") -> None:
@@ -162,7 +151,7 @@ class HoldModel:
         versions, deaths, joins, losses, interrupts: how many versions may come, ranks end or join,
             folders go with their trainers, and flips be interrupted by a signal handler.
         rounds: of each group.
-        without: the rule of `HOLD_RULES` that is taken out.
+        without: the rule that is taken out.
     """
 
     def __init__(

@@ -305,6 +305,15 @@ class GroupedExperts(nn.Module):
         """Whether a CUDA graph can capture a call, which then waits for nothing on the host."""
         return GEMMS[self.gemm].is_capturable(self.w_down)
 
+    def refuse_capture(self, *, trains: bool = False) -> None:
+        """Raise RuntimeError, which names the GEMM, where the current stream captures a CUDA graph
+        and a call would wait for the host. `trains`: a call with gradients.
+
+        A call raises the same, but then within a round, which a `MoELayer` has not opened yet.
+        """
+        name = self._stage.trained if trains else self.gemm
+        GEMMS[name].refuse_capture(self.w_down)
+
     def forward(
         self,
         rows_ND: Tensor,

@@ -4,6 +4,7 @@
 # TORCH is the version of torch in the environment, by default that of constraints.txt.
 set -euo pipefail
 tree=$(cd "$(dirname "$0")/.." && pwd)
+unset PYTHONPATH # of who works in a tree
 shopt -s nullglob
 wheels=("$tree"/dist/epmoe-*-py3-none-manylinux_*.whl)
 [ "${#wheels[@]}" = 1 ] || { echo "first-hour: dist/ must hold one wheel, as \`make wheel\` leaves it"; exit 1; }

@@ -308,11 +308,8 @@ class GroupedExperts(nn.Module):
     def refuse_capture(self, *, trains: bool = False) -> None:
         """Raise RuntimeError, which names the GEMM, where the current stream captures a CUDA graph
         and a call would wait for the host. `trains`: a call with gradients.
-
-        A call raises the same, but then within a round, which a `MoELayer` has not opened yet.
         """
-        name = self._stage.trained if trains else self.gemm
-        GEMMS[name].refuse_capture(self.w_down)
+        self._stage.refuse_capture(self.w_down, trains=trains)
 
     def forward(
         self,

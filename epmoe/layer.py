@@ -517,7 +517,10 @@ class MoELayer(nn.Module):
         """Raise RuntimeError in a capture of a CUDA graph that the experts do not allow. Nothing
         has been launched or counted yet, so the group goes on as if there had been no call.
         """
-        if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
+        # As `Gemm.refuse_capture`, but without a look at the experts in every call.
+        if not x.is_cuda or torch.compiler.is_compiling():
+            return
+        if not torch.cuda.is_current_stream_capturing():
             return
         if isinstance(self.experts, GroupedExperts):
             self.experts.refuse_capture(trains=trains)

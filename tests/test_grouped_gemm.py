@@ -364,6 +364,16 @@ def test_what_reads_on_the_host_refuses_a_capture(monkeypatch, gemm, dtype, majo
             GEMMS[gemm].refuse_capture(weights)
 
 
+@pytest.mark.parametrize("gemm", ["torch", "loop"])
+def test_compilers_trace_no_look_at_a_capture(monkeypatch, gemm):
+    """It would be a break of the graph, and say nothing of a capture to come."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", Mock(side_effect=AssertionError))
+    with FakeTensorMode():
+        weights = torch.empty(4, 32, 16, dtype=torch.float32, device="cuda")
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    GEMMS[gemm].refuse_capture(weights)
+
+
 def grouped_mm_of_sm_80(rows: Tensor, weights: Tensor, *, offs: Tensor) -> Tensor:
     """What torch does there. The rows past the last segment have no product."""
     ends = offs.cpu().tolist()

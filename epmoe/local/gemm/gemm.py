@@ -151,7 +151,10 @@ class Gemm(ABC):
         """Raise RuntimeError where the current stream captures a CUDA graph, and this GEMM would
         wait for the host. CUDA's own error would not say why, and would end the capture.
         """
-        if not weights.is_cuda or not torch.cuda.is_current_stream_capturing():
+        # Compilers have no such question: what they trace may be captured later.
+        if not weights.is_cuda or torch.compiler.is_compiling():
+            return
+        if not torch.cuda.is_current_stream_capturing():
             return
         if not self.is_capturable(weights):
             major, minor = torch.cuda.get_device_capability(weights.device)

@@ -87,9 +87,23 @@ def test_doctor_says_what_a_card_gets(
     major, minor = capability
     card = SimpleNamespace(name=name, major=major, minor=minor, total_memory=80 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(doctor_module, "_problem_with_kernels", lambda index: None)
     finding = doctor_module._card(1)
     assert (finding.level, finding.subject) == (level, "cuda:1")
     assert finding.detail == f"{name}, sm_{major}{minor}, 80.0 GiB" and gets in finding.advice
+
+
+def test_doctor_says_why_kernels_do_not_run_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library was made for others."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA: no kernel runs on this GPU")
+
+    card = SimpleNamespace(name="Thor", major=11, minor=0, total_memory=128 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(torch, "zeros", refused)
+    finding = doctor_module._card(0)
+    assert (finding.level, finding.advice) == ("warn", "CUDA: no kernel runs on this GPU")
 
 
 @pytest.mark.parametrize(

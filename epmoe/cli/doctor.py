@@ -161,8 +161,23 @@ def _card(index: int) -> Finding:
     subject = f"cuda:{index}"
     if (found.major, found.minor) < OLDEST_GPU:
         return Finding("fail", subject, detail, "epmoe needs sm_80 or newer")
+    problem = _problem_with_kernels(index)
+    if problem is not None:
+        return Finding("warn", subject, detail, problem)
     gets = _GETS.get(found.major, "never run or compiled for it")
     return Finding("ok" if found.major == 9 else "warn", subject, detail, gets)
+
+
+def _problem_with_kernels(index: int) -> str | None:
+    """Why our kernels do not run on a GPU: the library may be without them, or for other GPUs."""
+    try:
+        from epmoe.local.route import route
+
+        route(torch.zeros(1, 2, device=f"cuda:{index}"), 1)
+        torch.cuda.synchronize(index)
+    except (OSError, RuntimeError) as error:
+        return " ".join(str(error).split())[:400]
+    return None
 
 
 def _peer_access(count: int) -> Finding:

@@ -19,7 +19,7 @@ TORCHRUN := torchrun --standalone --nproc-per-node
 
 .PHONY: help setup demo test test-all unit distributed core integrations slow slow-unit slow-ranks serve-soak fuzz faults soak sanitize two-machines \
   nodes torches peft stacks stacks-ready stacks-ci stacks-ci-vllm stacks-ci-layers stacks-sglang stacks-torchtitan stacks-megatron \
-  lint docs bench benchmarks-report wheel first-hour cuda-compile gpu-deps gpu-test clean
+  lint docs bench benchmarks-report wheel wheel-for-gpus first-hour wheel-torches cuda-compile gpu-deps gpu-test clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*##' '{printf "  make %-19s%s\n", $$1, $$2}'
@@ -182,7 +182,7 @@ bench: setup  ## the exchange against gloo's all_to_all, on this machine
 	epmoe bench cpu_bench
 
 # By way of the sdist. The library inside needs torch's libtorch_cpu.so, which torch brings. A wheel is for any GPU.
-wheel first-hour cuda-compile: export TORCH_CUDA_ARCH_LIST ?= 8.0;9.0;10.0
+wheel first-hour wheel-torches cuda-compile: export TORCH_CUDA_ARCH_LIST ?= 8.0;9.0;10.0;12.0
 # Without $(VENV), the packages of $(PYTHON) make it where it has all of them: nothing is installed then.
 MAKES_WHEELS = [ ! -e $(VENV) ] && $(PYTHON) -c 'import importlib.util, shutil, sys; \
   found = map(importlib.util.find_spec, ("torch", "ninja", "setuptools", "build", "auditwheel")); \
@@ -194,15 +194,24 @@ wheel:  ## dist/: a wheel with the native library inside, with CUDA kernels wher
 	auditwheel repair --exclude libtorch_cpu.so --wheel-dir dist build/wheel/*.whl
 	@mv build/wheel/*.tar.gz dist; ls dist
 
+wheel-for-gpus:  ## the wheel of a release: `make wheel`, but an error where there is no nvcc
+	@command -v nvcc >/dev/null || { echo "wheel-for-gpus: there is no nvcc on the PATH"; exit 1; }
+	@$(MAKE) --no-print-directory wheel
+
 first-hour: wheel  ## the wheel as a new user has it: new environment, no compiler, outside the tree
 	tests/first_hour.sh
 
+# One library serves every torch, since it takes of torch what the stable ABI of the oldest has.
+WHEEL_TORCHES ?= 2.11.0 2.13.0 2.14.1
+wheel-torches: wheel  ## the same under each torch that was tried (WHEEL_TORCHES)
+	@for version in $(WHEEL_TORCHES); do TORCH=$$version tests/first_hour.sh || exit 1; done
+
 # The kernels of csrc come from the cache, if `make wheel` has compiled the same ones.
-cuda-compile: setup  ## every kernel compiles for sm_80, sm_90 and sm_100 (needs nvcc, no GPU)
+cuda-compile: setup  ## every kernel compiles for sm_80, sm_90, sm_100 and sm_120 (needs nvcc, no GPU)
 	@command -v nvcc >/dev/null || { echo "cuda-compile: skipped, there is no nvcc on the PATH"; exit 0; }; \
 	python -c 'from epmoe.native.build import build; print("kernels:", build(portable=True).with_name("libepmoe_cuda.so"))' && \
 	flags=$$(python -c 'from epmoe.native.build import CUDA_FLAGS; print(*CUDA_FLAGS)') && mkdir -p build && \
-	codes="$(foreach number,80 90 100,-gencode=arch=compute_$(number),code=sm_$(number))"; \
+	codes="$(foreach number,80 90 100 120,-gencode=arch=compute_$(number),code=sm_$(number))"; \
 	for source in $(wildcard epmoe/bench/*.cu); do \
 	  echo "nvcc $$source"; nvcc -c $$flags $$codes --threads=0 -Icsrc -o build/kernel.o $$source || exit 1; \
 	done

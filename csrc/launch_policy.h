@@ -62,6 +62,11 @@ constexpr EPMOE_HD int32_t num_chunks(int64_t row_bytes, int lines) {
   return static_cast<int32_t>((row_bytes + lines * 512 - 1) / (lines * 512));
 }
 
+// Shared memory that a kernel of the exchange declares statically, at most, and what CUDA takes of
+// each block's.
+constexpr int64_t kDeclaredSharedBytes = 12 << 10;
+constexpr int64_t kSystemSharedBytes = 1 << 10;
+
 // --- Measured thresholds, a value of this struct for each architecture ---
 
 // The values here are those of sm_90; T is in tokens, shares are of a launch's blocks, in
@@ -141,9 +146,19 @@ constexpr const Thresholds& thresholds_of([[maybe_unused]] int major) { return k
 
 struct Gpu {
   int64_t multiprocessors;
-  int major;  // of the compute capability that the kernels were compiled for
+  int major;             // of the compute capability that the kernels were compiled for
+  int64_t shared_bytes;  // of a multiprocessor
 
   const Thresholds& thresholds() const { return thresholds_of(major); }
+
+  // Blocks of a launch of both phases on `count` multiprocessors, by the lines that a lane moves at
+  // once. Where two blocks find no room for their shared memory on a multiprocessor, as in the 100
+  // KiB of sm_86, sm_89 and sm_120, one is there at a time: a launch that counts on two would have
+  // send blocks that start when others have ended.
+  int64_t resident_blocks(int64_t count, int lines, int64_t block_bytes) const {
+    int64_t fit = shared_bytes / (block_bytes + kDeclaredSharedBytes + kSystemSharedBytes);
+    return count * std::clamp<int64_t>(fit, 1, blocks_per_sm(lines));
+  }
 
   // Whether `count` multiprocessors are at most half of the GPU.
   bool is_scarce(int64_t count) const { return count * 2 <= multiprocessors; }
@@ -247,8 +262,21 @@ inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchAr
       .chunk_bytes = 0,
       .tokens_per_release = 1,
       .shared_bytes = 0};
+  if (args.send && !lines) {
+    constexpr int64_t kStep = 512;  // bytes: a multiple of 128 elements of every dtype
+    int64_t x_bytes = args.D * itemsize(args.dtype);
+    int64_t chunks = ceil_div(x_bytes, kMaxChunkBytes);
+    launch.chunk_bytes = ceil_div(ceil_div(x_bytes, chunks), kStep) * kStep;
+    launch.row_chunks = ceil_div(x_bytes, launch.chunk_bytes);
+  }
+  int64_t table_entries =
+      2 * plan.P + 1 + launch.send_offset_entries + launch.source_offset_entries;
+  if (plan.copies > 1) table_entries += plan.E;
+  launch.shared_bytes =
+      kPipelineStages * launch.chunk_bytes + table_entries * int64_t{sizeof(int32_t)};
   int64_t warps = launch.threads / 32;
-  int64_t most = both_phases ? sms * blocks_per_sm(lines) : gpu.phase_blocks(sms, args.receive);
+  int64_t most = both_phases ? gpu.resident_blocks(sms, lines, launch.shared_bytes)
+                             : gpu.phase_blocks(sms, args.receive);
   int64_t senders = T;
   int64_t receivers = most;
   int64_t share = most * 3 / 4;
@@ -275,11 +303,6 @@ inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchAr
     receivers = std::max(receivers, ceil_div(plan.R * plan.M * plan.K * 8, kFillBytes));
   if (!args.receive) receivers = 0;
   if (senders && !lines) {
-    constexpr int64_t kStep = 512;  // bytes: a multiple of 128 elements of every dtype
-    int64_t x_bytes = args.D * itemsize(args.dtype);
-    int64_t chunks = ceil_div(x_bytes, kMaxChunkBytes);
-    launch.chunk_bytes = ceil_div(ceil_div(x_bytes, chunks), kStep) * kStep;
-    launch.row_chunks = ceil_div(x_bytes, launch.chunk_bytes);
     // The releases of one multiprocessor wait for each other. It shows where few multiprocessors
     // send all rows, or where rows are short.
     int64_t short_rows =
@@ -295,11 +318,6 @@ inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchAr
   launch.blocks = std::max(std::min(senders + launch.notify_blocks + receivers, most),
                            senders + std::max<int64_t>(launch.notify_blocks, 1));
   launch.exclusive = both_phases && launch.blocks <= sms;
-  int64_t table_entries =
-      2 * plan.P + 1 + launch.send_offset_entries + launch.source_offset_entries;
-  if (plan.copies > 1) table_entries += plan.E;
-  launch.shared_bytes =
-      kPipelineStages * launch.chunk_bytes + table_entries * int64_t{sizeof(int32_t)};
   return launch;
 }
 
@@ -372,7 +390,9 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
   bool own = coarse && (items <= all_warps || items * 2 > all_warps * 5);
   int64_t threads = threads_per_block(lines);
   int64_t warps = threads / 32;
-  int64_t most = both_phases ? sms * blocks_per_sm(lines) : gpu.phase_blocks(sms, args.receive);
+  int64_t shared_bytes = args.send ? kSendBufferBytes : 0;
+  int64_t most = both_phases ? gpu.resident_blocks(sms, lines, shared_bytes)
+                             : gpu.phase_blocks(sms, args.receive);
   int64_t team = 4;
   int64_t senders = num_slots;
   int64_t receivers = most;
@@ -417,7 +437,7 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
           .threads = threads,
           .send_blocks = senders,
           .team = team,
-          .shared_bytes = senders ? kSendBufferBytes : 0};
+          .shared_bytes = shared_bytes};
 }
 
 // What a round takes, for Python.
@@ -428,9 +448,6 @@ struct LaunchPolicy {
 
 // --- What a GPU must have ---
 
-// Shared memory that a kernel of the exchange declares statically, at most.
-constexpr int64_t kDeclaredSharedBytes = 12 << 10;
-
 // Bytes of shared memory that a block of any kernel of the exchange needs, at most. Fewer blocks
 // than the launch policy counts on may be resident: the others run later.
 inline int64_t shared_bytes_per_block(const ExchangePlan& plan) {
@@ -438,7 +455,8 @@ inline int64_t shared_bytes_per_block(const ExchangePlan& plan) {
   args.T = plan.ll_max_tokens + 1, args.D = kMaxChunkBytes, args.dtype = DType::kFloat32;
   args.K = 1, args.expert_major = args.send = args.receive = true;
   int64_t dispatch =
-      dispatch_launch(plan, args, Gpu{.multiprocessors = 2, .major = 9}).shared_bytes;
+      dispatch_launch(plan, args, Gpu{.multiprocessors = 2, .major = 9, .shared_bytes = 0})
+          .shared_bytes;
   return std::max<int64_t>(dispatch, kSendBufferBytes) + kDeclaredSharedBytes;
 }
 

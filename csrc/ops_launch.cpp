@@ -17,7 +17,7 @@ const ExchangePlan& plan_of(const Tensor& plan) {
 // The bytes of `LaunchPolicy`, on the CPU.
 Tensor launch_policy(const Tensor& plan, int64_t T, int64_t D, int64_t K, int64_t dtype,
                      bool expert_major, bool send, bool receive, int64_t multiprocessors,
-                     int64_t major) {
+                     int64_t major, int64_t shared_bytes) {
   DispatchArgs out{};
   out.dtype = static_cast<DType>(dtype);
   out.T = out.num_rows = T, out.D = D, out.K = static_cast<int32_t>(K);
@@ -26,7 +26,7 @@ Tensor launch_policy(const Tensor& plan, int64_t T, int64_t D, int64_t K, int64_
   back.rows = &back;  // not null: the round is not aborted
   back.T = T, back.D = D, back.expert_major = expert_major, back.send = send,
   back.receive = receive;
-  Gpu gpu{multiprocessors, static_cast<int>(major)};
+  Gpu gpu{multiprocessors, static_cast<int>(major), shared_bytes};
   LaunchPolicy policy{dispatch_launch(plan_of(plan), out, gpu),
                       combine_launch(plan_of(plan), back, out.dtype, gpu)};
   Tensor bytes = empty_like_device(plan, {sizeof policy}, ScalarType::Byte);

@@ -468,6 +468,7 @@ class MoELayer(nn.Module):
         elif compiles:
             y = opaque.moe(self, *self._routed(x, routing), num_tokens, adapter_ids)
         else:
+            self._refuse_capture(x)
             with self.ep.giving_up(
                 self.tag, partial(self._shape, x, None if routing is None else routing[0])
             ):
@@ -505,10 +506,23 @@ class MoELayer(nn.Module):
         `routing` has logits [T, E] for `ExpertParallel.route` if `weights_TK` is None, otherwise
         ids [T, K] with these weights [T, K]. Other arguments and errors are those of `forward`.
         """
+        self._refuse_capture(x_TD)
         with self.ep.giving_up(
             self.tag, partial(self._shape, x_TD, None if weights_TK is None else routing)
         ):
             return self._serve(x_TD, routing, weights_TK, num_tokens, extra)[0]
+
+    def _refuse_capture(self, x: Tensor, *, trains: bool = False) -> None:
+        """Raise RuntimeError in a capture of a CUDA graph that the experts do not allow. Nothing
+        has been launched or counted yet, so the group goes on as if there had been no call.
+        """
+        # As `Gemm.refuse_capture`, but without a look at the experts in every call.
+        if not x.is_cuda or torch.compiler.is_compiling():
+            return
+        if not torch.cuda.is_current_stream_capturing():
+            return
+        if isinstance(self.experts, GroupedExperts):
+            self.experts.refuse_capture(trains=trains)
 
     def _serve(
         self,
@@ -569,6 +583,7 @@ class MoELayer(nn.Module):
                 "this MoELayer only serves, but x or a parameter requires grad: run under "
                 f"torch.inference_mode() or torch.no_grad(); {self._why_no_gradients}"
             )
+        self._refuse_capture(x, trains=True)
         given_ids = None if routing is None else routing[0]
         shape = partial(self._shape, x, given_ids, trains=True)
         with exchange.giving_up(self.tag, self._weights_on, shape):

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # The first hour of a new user: a new environment with the wheel in dist/ and its extra `cli`, outside the tree, with no
 # compiler on the PATH. Runs the demo by name, writes a report, and makes mistakes. `make first-hour` builds the wheel.
+# TORCH is the version of torch in the environment, by default that of constraints.txt.
 set -euo pipefail
 tree=$(cd "$(dirname "$0")/.." && pwd)
+unset PYTHONPATH # of who works in a tree
 shopt -s nullglob
 wheels=("$tree"/dist/epmoe-*-py3-none-manylinux_*.whl)
 [ "${#wheels[@]}" = 1 ] || { echo "first-hour: dist/ must hold one wheel, as \`make wheel\` leaves it"; exit 1; }
@@ -13,10 +15,12 @@ mkdir "$away/bin" "$away/home" "$away/user"
 python=$(realpath -s "$(command -v "${PYTHON:-python3}")")
 failed() { echo "first-hour: FAILED: $1"; [ -z "${2:-}" ] || sed 's/^/  | /' "$2"; exit 1; }
 
-echo "first-hour: $(basename "${wheels[0]}")"
+echo "first-hour: $(basename "${wheels[0]}"), $(du -h "${wheels[0]}" | cut -f1)"
 "$python" -m venv "$away/venv"
 cd "$away/user"
-"$away/venv/bin/pip" install --quiet --no-compile -c "$tree/constraints.txt" torch "${wheels[0]}[cli]"
+other=${TORCH:+^torch==}
+grep -v "${other:-^$}" "$tree/constraints.txt" >"$away/constraints.txt"
+"$away/venv/bin/pip" install --quiet --no-compile -c "$away/constraints.txt" "torch${TORCH:+==$TORCH}" "${wheels[0]}[cli]"
 
 # What the wheel brings. Where nvcc is, so are the CUDA kernels, for each architecture that was asked for.
 cuda=$(command -v nvcc || true)

@@ -107,7 +107,7 @@ def toolchain(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> Toolchain:
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0")  # as `make wheel`
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0;12.0")  # as `make wheel`
     made = Toolchain(tmp_path_factory.mktemp("toolchain"))
     monkeypatch.setenv("PATH", str(made.bin))
     monkeypatch.setattr(build, "csrc", lambda: made.csrc)
@@ -151,9 +151,9 @@ EVERYTHING = every(".cpp", ".cu")
         (lambda tools, to: tools.release("nvcc", "nvcc: release 13.1"), EVERYTHING),
         (lambda tools, to: tools.release("c++", "g++ 13.1"), EVERYTHING),
         # Other spellings of the same GPUs. Environments with the same torch share the library.
-        (lambda tools, to: to.setenv("TORCH_CUDA_ARCH_LIST", "10.0 9.0 8.0"), []),
-        (lambda tools, to: to.setenv("TORCH_CUDA_ARCH_LIST", "8.0, 9.0,10.0,9.0"), []),
-        (lambda tools, to: to.setenv("TORCH_CUDA_ARCH_LIST", "7.5;8.0;9.0;10.0"), []),
+        (lambda tools, to: to.setenv("TORCH_CUDA_ARCH_LIST", "12.0 10.0 9.0 8.0"), []),
+        (lambda tools, to: to.setenv("TORCH_CUDA_ARCH_LIST", "8.0, 9.0,12.0 10.0,9.0"), []),
+        (lambda tools, to: to.setenv("TORCH_CUDA_ARCH_LIST", "7.5;8.0;9.0;10.0;12.0"), []),
         (lambda tools, to: to.setattr(torch, "__file__", "/another place/torch/__init__.py"), []),
     ],
 )

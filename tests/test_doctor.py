@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,6 +63,68 @@ def test_doctor_counts_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert (
         f"torch sees {gpus}, and `exchange.transport` nvlink wants one for each of 2 ranks" in line
     )
+
+
+CARDS = [
+    ("T4", (7, 5), "fail", "epmoe needs sm_80 or newer"),
+    ("A100", (8, 0), "warn", "which waits for the host: no CUDA graph of a layer"),
+    ("L40S", (8, 9), "warn", "which waits for the host: no CUDA graph of a layer"),
+    ("H200", (9, 0), "ok", "every kernel"),
+    ("B200", (10, 0), "warn", "by torch's grouped_mm in bf16"),
+    ("Thor", (11, 0), "warn", "never run or compiled"),
+    ("RTX PRO 6000", (12, 0), "warn", "which waits for the host: no CUDA graph of a layer"),
+]
+
+
+@pytest.mark.parametrize(("name", "capability", "level", "gets"), CARDS)
+def test_doctor_says_what_a_card_gets(
+    name: str,
+    capability: tuple[int, int],
+    level: str,
+    gets: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    major, minor = capability
+    card = SimpleNamespace(name=name, major=major, minor=minor, total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(doctor_module, "_problem_with_kernels", lambda index: None)
+    finding = doctor_module._card(1)
+    assert (finding.level, finding.subject) == (level, "cuda:1")
+    assert finding.detail == f"{name}, sm_{major}{minor}, 80.0 GiB" and gets in finding.advice
+
+
+def test_doctor_says_why_kernels_do_not_run_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library was made for others."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA: no kernel runs on this GPU")
+
+    card = SimpleNamespace(name="Thor", major=11, minor=0, total_memory=128 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(torch, "zeros", refused)
+    finding = doctor_module._card(0)
+    assert (finding.level, finding.advice) == ("warn", "CUDA: no kernel runs on this GPU")
+
+
+@pytest.mark.parametrize(
+    ("reached", "linked", "level", "detail"),
+    [
+        (True, True, "ok", "between all 3 GPUs, over NVLink"),
+        (True, False, "warn", "between all 3 GPUs, without NVLink: 0–2, 1–2"),
+        (False, True, "fail", "missing: 0→2, 1→2, 2→0, 2→1"),
+    ],
+)
+def test_doctor_says_how_gpus_reach_one_another(
+    reached: bool, linked: bool, level: str, detail: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPU 2 is reached and linked as the parameters say, the others are."""
+    monkeypatch.setattr(
+        torch.cuda, "can_device_access_peer", lambda a, b: reached or 2 not in (a, b)
+    )
+    monkeypatch.setattr(doctor_module, "uuid_of", str)
+    monkeypatch.setattr(doctor_module, "are_linked", lambda a, b: linked or "2" not in (a, b))
+    finding = doctor_module._peer_access(3)
+    assert (finding.level, finding.detail) == (level, detail)
 
 
 def test_doctor_asks_for_no_compiler_where_the_library_is_prebuilt(

@@ -77,6 +77,27 @@ for value in (1, 2, 3):
     assert rows.view(torch.int32).eq(value).all(), value
 print("done")
 """
+# Rounds by LL and by Simple, in which each expert returns its rows.
+ROUNDS = """
+import torch, epmoe
+config = epmoe.EPConfig(
+    model={"num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 512, "dtype": "bfloat16"},
+    topology={"ep_size": 1},
+    capacity={"max_num_tokens_per_rank": 1500},
+    exchange={"transport": "nvlink", "warmup_timeout_s": 200, "timeout_s": 20},
+)
+with epmoe.ExpertParallel(config, device=torch.device("cuda")) as ep, torch.inference_mode():
+    for T in (1, 40, 700, 1500):
+        x = torch.randn(T, 512, dtype=torch.bfloat16, device="cuda")
+        routing = ep.route(torch.randn(T, 8, device="cuda"))
+        for _ in range(2):
+            d = ep.dispatch(x, routing.ids, routing.weights)
+            y = ep.combine(d.rows, d)
+            want = x.float() * routing.weights.sum(1, keepdim=True)
+            assert (y.float() - want).abs().max() <= 0.02 * want.abs().max(), T
+    ep.check()
+print("done")
+"""
 
 
 def copied_late(folder: Path, sources: Path, codes: list[str]) -> bool:
@@ -132,13 +153,25 @@ def test_the_compiled_architecture_decides(tmp_path):
     assert not copied_late(tmp_path, sources, ptx_of("80"))
 
 
-def test_a_library_of_sm_80_on_sm_90(tmp_path):
+@pytest.fixture(scope="module")
+def library_of_sm_80() -> str:
     """The whole library, compiled from its PTX on this GPU."""
     library = os.environ.get("EPMOE_SM80_LIBRARY")  # one that was built before
-    if not library:
-        code = "from epmoe.native.build import build; print(build())"
-        built = run_python("-c", code, TORCH_CUDA_ARCH_LIST="8.0+PTX")
-        assert built.returncode == 0, built.stderr
-        library = built.stdout.split()[-1]
-    run = run_python("-c", PERMUTE, EPMOE_LIBRARY=library)
+    if library:
+        return library
+    code = "from epmoe.native.build import build; print(build())"
+    built = run_python("-c", code, TORCH_CUDA_ARCH_LIST="8.0+PTX")
+    assert built.returncode == 0, built.stderr
+    return built.stdout.split()[-1]
+
+
+def test_a_library_of_sm_80_on_sm_90(library_of_sm_80):
+    run = run_python("-c", PERMUTE, EPMOE_LIBRARY=library_of_sm_80)
+    assert run.returncode == 0 and "done" in run.stdout, run.stdout + run.stderr
+
+
+@pytest.mark.slow  # the driver compiles every variant of dispatch and combine
+def test_rounds_of_a_library_of_sm_80(library_of_sm_80):
+    """It has neither TMA nor an early start. Both protocols."""
+    run = run_python("-c", ROUNDS, EPMOE_LIBRARY=library_of_sm_80)
     assert run.returncode == 0 and "done" in run.stdout, run.stdout + run.stderr

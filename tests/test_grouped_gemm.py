@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import itertools
 import re
 import sys
 import types
@@ -31,9 +32,11 @@ from expert_inputs import (
 )
 from helpers import NO_CUDA, ON_GPUS, alone, assert_close, captured, poison_, randn
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import epmoe
 from epmoe.local.gemm import deep_gemm as module
+from epmoe.local.gemm import torch_grouped
 from epmoe.local.gemm.gemm import Segments, Weights
 from epmoe.local.gemm.hopper import problem_of_build
 from epmoe.local.gemm.table import GEMMS
@@ -330,6 +333,85 @@ def test_what_a_gemm_takes(monkeypatch, gemm, dtype, sizes, problem, other):
     )
     found = GEMMS[gemm].problem_with(*other.get("laid", lambda *weights: weights)(*weights))
     assert (found is None) == (problem is None) and re.search(problem or "", str(found))
+
+
+# torch's kernel for bf16 is there on compute capability 9 and 10 alone.
+@pytest.mark.parametrize("major", [8, 9, 10, 11, 12])
+@pytest.mark.parametrize(
+    ("gemm", "dtype", "majors"),
+    [
+        ("torch", BF16, {9, 10}),
+        ("torch", FP8, {9, 10}),
+        ("torch", torch.float16, set()),
+        ("torch", torch.float32, set()),
+        ("loop", BF16, set()),
+        ("deep_gemm", FP8, {8, 9, 10, 11, 12}),
+    ],
+)
+def test_what_reads_on_the_host_refuses_a_capture(monkeypatch, gemm, dtype, majors, major):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    with FakeTensorMode():
+        weights = torch.empty(4, 32, 16, dtype=dtype, device="cuda")
+    assert GEMMS[gemm].is_capturable(weights) == (major in majors)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    GEMMS[gemm].refuse_capture(weights)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    if major in majors:
+        GEMMS[gemm].refuse_capture(weights)
+    else:
+        said = rf"cannot capture these experts: {gemm}, .* on compute capability {major}\.0, reads"
+        with pytest.raises(RuntimeError, match=said):
+            GEMMS[gemm].refuse_capture(weights)
+
+
+@pytest.mark.parametrize("gemm", ["torch", "loop"])
+def test_compilers_trace_no_look_at_a_capture(monkeypatch, gemm):
+    """It would be a break of the graph, and say nothing of a capture to come."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", Mock(side_effect=AssertionError))
+    with FakeTensorMode():
+        weights = torch.empty(4, 32, 16, dtype=torch.float32, device="cuda")
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    GEMMS[gemm].refuse_capture(weights)
+
+
+def grouped_mm_of_sm_80(rows: Tensor, weights: Tensor, *, offs: Tensor) -> Tensor:
+    """What torch does there. The rows past the last segment have no product."""
+    ends = offs.cpu().tolist()
+    if weights.dim() == 2:
+        pairs = itertools.pairwise([0, *ends])
+        return torch.stack([rows[:, begin:end] @ weights[begin:end] for begin, end in pairs])
+    out = poison_(rows.new_empty(len(rows), weights.shape[2]))
+    for i, (begin, end) in enumerate(itertools.pairwise([0, *ends])):
+        torch.mm(rows[begin:end], weights[i], out=out[begin:end])
+    return out
+
+
+@ON_GPUS
+@pytest.mark.parametrize("major", [8, 12])
+@pytest.mark.parametrize("trains", [False, True])
+def test_on_other_gpus_calls_are_right_and_captures_are_refused(
+    device, serving, monkeypatch, major, trains
+):
+    """By the path of sm_80 and sm_120, forced here. The group goes on after the refusal."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, 0))
+    monkeypatch.setattr(torch_grouped.F, "grouped_mm", grouped_mm_of_sm_80)
+    with epmoe.ExpertParallel(one_rank(None, "auto"), device=device) as ep:
+        with torch.set_grad_enabled(trains):
+            experts = epmoe.GroupedExperts(**weights(BF16, device))
+            assert (experts.gemm, experts.is_capturable) == ("torch", False)
+            router = randn(E, D).to(device)
+            layer = epmoe.MoELayer(ep, router, experts).requires_grad_(trains)
+            x = randn(8, D, dtype=BF16).to(device)
+            want = layer(x)
+            torch.cuda.synchronize()
+            refused = pytest.raises(RuntimeError, match="a CUDA graph cannot capture these experts")
+            with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+                layer(x)
+            assert torch.equal(layer(x), want)
+            ep.check()
+            on_cpu = epmoe.GroupedExperts(**weights(BF16, torch.device("cpu")))
+        with epmoe.ExpertParallel(one_rank(None, "auto"), device=torch.device("cpu")) as there:
+            assert_close(want, epmoe.MoELayer(there, router.cpu(), on_cpu)(x.cpu()), slack=4)
 
 
 def test_memory_that_lacks_says_nothing_of_kernels(monkeypatch):

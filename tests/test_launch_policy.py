@@ -151,6 +151,37 @@ def test_a_launch_holds_together():
                             assert max(d.recv_lines, c.send_lines) <= 1
 
 
+# KiB of shared memory of a multiprocessor -> blocks of the Simple protocol on each: sm_120, sm_89
+# and sm_86 have 100, sm_80 has 164, sm_90 and sm_100 have 228.
+@pytest.mark.parametrize(("kib", "resident"), [(100, 1), (164, 2), (228, 2)])
+@pytest.mark.parametrize("R", [1, 2, 8])
+@pytest.mark.parametrize("expert_major", [True, False])
+def test_a_launch_counts_on_blocks_that_find_room(kib, resident, R, expert_major):
+    for payload in ("auto", "fp8"):
+        plan = plan_of(R, payload=payload, combine_payload=payload)
+        d, c = launches(plan, 4096, expert_major=expert_major, shared_bytes=kib << 10)
+        assert (d.protocol, c.protocol) == ("Simple", "Simple")
+        assert (d.blocks, c.blocks) == (132 * resident, 132 * resident)
+        # All that send are there at once, and some that receive.
+        assert d.send_blocks + d.notify_blocks < d.blocks and c.send_blocks < c.blocks
+        assert max(d.shared_bytes, c.shared_bytes) + (13 << 10) <= (kib << 10) // resident
+
+
+def test_without_lines_every_call_takes_the_simple_protocol():
+    """Those of GPUs that PCIe connects. A call without tokens sends none, whatever its name is."""
+    config = epmoe.EPConfig(
+        model={"num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 512, "dtype": "bfloat16"},
+        topology={"ep_size": 2},
+        capacity={"max_num_tokens_per_rank": 512},
+        exchange={"transport": "nvlink"},
+    )
+    plan = MemoryPlan.build(config, nvlink=True, lines=False)
+    for T in (1, 8, 512):
+        d, c = launches(plan, T, shared_bytes=100 << 10)
+        assert (d.protocol, c.protocol) == ("Simple", "Simple")
+        assert 0 < d.send_blocks < d.blocks and 0 < c.send_blocks <= c.blocks
+
+
 @pytest.mark.parametrize("R", [2, 8])
 @pytest.mark.parametrize("T", [16, 1024, 4096])
 def test_rows_that_are_fp8_already(R, T):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -16,12 +17,14 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+import yaml
 from launched import ROOT, run_fresh, run_python
 from typer.testing import CliRunner
 
 import epmoe
 from epmoe.__main__ import main
 from epmoe.cli import app
+from epmoe.native import build
 from epmoe.native.package import EXTRAS
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -39,11 +42,11 @@ def distribution(kind: str, tree: Path) -> Path:
     """The sdist or wheel of a tree, built as pip does. Without torch, so that it
     compiles nothing.
     """
-    build = (
+    program = (
         f"import os; os.chdir({str(tree)!r}); from setuptools import build_meta; "
         f"build_meta.build_{kind}('dist')"
     )
-    run = without(["torch"], build)
+    run = without(["torch"], program)
     assert run.returncode == 0, run.stdout + run.stderr
     (path,) = (tree / "dist").glob("*.whl" if kind == "wheel" else "*.tar.gz")
     return path
@@ -134,6 +137,40 @@ def test_the_wheel_needs_no_extra(wheel: zipfile.ZipFile, tmp_path: Path) -> Non
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == [epmoe.__version__, "96"]
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
+def test_the_library_takes_of_torch_what_its_stable_abi_has() -> None:
+    """So one wheel serves every torch from the oldest on. Names of C++ would be those of one torch.
+
+    System libraries have versions behind their names."""
+    path = build.ready() or build.build()
+    command = ["nm", "--dynamic", "--undefined-only", str(path)]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    names = [line.split()[-1] for line in listed.splitlines() if line.split()[-2] == "U"]
+    of_torch = [name for name in names if "@" not in name]
+    assert "aoti_torch_get_data_ptr" in of_torch
+    assert not [name for name in of_torch if not name.startswith(("aoti_torch_", "torch_"))]
+    (target,) = [flag for flag in build.CXX_FLAGS if "TORCH_TARGET_VERSION" in flag]
+    major, minor = build.TRIED_TORCH[0]
+    assert int(target.partition("=")[2], 16) == (major << 56) + (minor << 48)
+
+
+def test_a_release_is_tried_with_every_torch_that_the_makefile_names() -> None:
+    """Its workflow makes what is there to make, for the GPUs whose kernels `make` compiles."""
+    makefile = (ROOT / "Makefile").read_text()
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    jobs = yaml.safe_load(text)["jobs"]
+    targets = set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE))
+    assert set(re.findall(r"make ([\w-]+)$", text, re.MULTILINE)) == {"wheel-for-gpus"} <= targets
+    (torches,) = re.findall(r"^WHEEL_TORCHES \?= (.*)", makefile, re.MULTILINE)
+    assert jobs["try"]["strategy"]["matrix"]["torch"] == torches.split()
+    assert [build.problem_with_torch(version) for version in torches.split()] == [None] * 3
+
+    (capabilities,) = re.findall(r"export TORCH_CUDA_ARCH_LIST \?= (.*)", makefile)
+    (numbers,) = re.findall(r"foreach number,([\d ]+),", makefile)
+    assert capabilities.replace(".", "").split(";") == numbers.split()
+    assert all(f"sm_{number}" in text for number in numbers.split())
 
 
 @pytest.mark.parametrize("lacks", ["nothing", "auditwheel"])

@@ -21,6 +21,7 @@ from epmoe.cli.capacity import rank_plans
 from epmoe.cli.console import console, human_bytes
 from epmoe.cli.launch import CONFIG, load
 from epmoe.config.config import EPConfig
+from epmoe.exchange.links import are_linked, uuid_of
 from epmoe.exchange.window import available_memory_bytes
 from epmoe.local.gemm.deep_gemm import DeepGemm
 from epmoe.native import build
@@ -28,6 +29,17 @@ from epmoe.native.arguments import FP8
 from epmoe.native.package import EXTRAS
 
 OLDEST_GPU = (8, 0)
+_OF_TORCH = (
+    "never run there; experts by torch's grouped_mm, which waits for the host: no CUDA graph of a "
+    "layer"
+)
+# What a GPU gets, by the major number of its compute capability. README says it, too.
+_GETS = {
+    8: _OF_TORCH,
+    9: "tried; every kernel",
+    10: "never run there; experts by torch's grouped_mm in bf16, to which fp8 and MXFP4 are turned",
+    12: _OF_TORCH,
+}
 _ADVICE_OF_CACHE = (
     "EPMOE_CACHE_DIR names a folder to build the library in, EPMOE_LIBRARY one that is built"
 )
@@ -131,12 +143,45 @@ def _gpus(config: EPConfig | None) -> Iterator[Finding]:
         return
     # Each is new enough, and all reach one another.
     for index in range(count):
-        found = torch.cuda.get_device_properties(index)
-        detail = f"{found.name}, sm_{found.major}{found.minor}, {human_bytes(found.total_memory)}"
-        if (found.major, found.minor) < OLDEST_GPU:
-            yield Finding("fail", f"cuda:{index}", detail, "epmoe needs sm_80 or newer")
-        else:
-            yield Finding("ok", f"cuda:{index}", detail)
+        yield _card(index)
+    if count > 1:
+        yield _peer_access(count)
+    # Their kernels can be built.
+    if shutil.which("nvcc") is None and build.ready() is None:
+        advice = f"install the CUDA {torch.version.cuda} toolkit and put its bin/ on the PATH"
+        yield Finding(
+            "warn", "nvcc", "not on the PATH: the native library is built without CUDA", advice
+        )
+
+
+def _card(index: int) -> Finding:
+    """A GPU, and what it gets."""
+    found = torch.cuda.get_device_properties(index)
+    detail = f"{found.name}, sm_{found.major}{found.minor}, {human_bytes(found.total_memory)}"
+    subject = f"cuda:{index}"
+    if (found.major, found.minor) < OLDEST_GPU:
+        return Finding("fail", subject, detail, "epmoe needs sm_80 or newer")
+    problem = _problem_with_kernels(index)
+    if problem is not None:
+        return Finding("warn", subject, detail, problem)
+    gets = _GETS.get(found.major, "never run or compiled for it")
+    return Finding("ok" if found.major == 9 else "warn", subject, detail, gets)
+
+
+def _problem_with_kernels(index: int) -> str | None:
+    """Why our kernels do not run on a GPU: the library may be without them, or for other GPUs."""
+    try:
+        from epmoe.local.route import route
+
+        route(torch.zeros(1, 2, device=f"cuda:{index}"), 1)
+        torch.cuda.synchronize(index)
+    except (OSError, RuntimeError) as error:
+        return " ".join(str(error).split())[:400]
+    return None
+
+
+def _peer_access(count: int) -> Finding:
+    """Whether all GPUs reach one another, and over what."""
     cut = []
     for a, b in itertools.permutations(range(count), 2):
         if not torch.cuda.can_device_access_peer(a, b):
@@ -146,15 +191,17 @@ def _gpus(config: EPConfig | None) -> Iterator[Finding]:
             "see `nvidia-smi topo -p2p r`; in a container or VM, all GPUs of one NVLink domain "
             "must be visible"
         )
-        yield Finding("fail", "peer access", f"missing: {', '.join(cut)}", advice)
-    elif count > 1:
-        yield Finding("ok", "peer access", f"between all {count} GPUs")
-    # Their kernels can be built.
-    if shutil.which("nvcc") is None and build.ready() is None:
-        advice = f"install the CUDA {torch.version.cuda} toolkit and put its bin/ on the PATH"
-        yield Finding(
-            "warn", "nvcc", "not on the PATH: the native library is built without CUDA", advice
-        )
+        return Finding("fail", "peer access", f"missing: {', '.join(cut)}", advice)
+    uuids = [uuid_of(index) for index in range(count)]
+    over_pcie = []
+    for a, b in itertools.combinations(range(count), 2):
+        if not are_linked(uuids[a], uuids[b]):
+            over_pcie.append(f"{a}–{b}")
+    if over_pcie:
+        detail = f"between all {count} GPUs, without NVLink: {', '.join(over_pcie)}"
+        advice = "calls of few tokens take the Simple protocol, which is slower for them"
+        return Finding("warn", "peer access", detail, advice)
+    return Finding("ok", "peer access", f"between all {count} GPUs, over NVLink")
 
 
 def _number_of_gpus(config: EPConfig | None, count: int) -> Iterator[Finding]:

@@ -19,6 +19,8 @@ from epmoe.native.layouts import struct
 
 H200_MULTIPROCESSORS = 132
 H200_MAJOR = 9
+# Of a multiprocessor.
+H200_SHARED_BYTES = 228 << 10
 
 
 class KernelLaunch(SimpleNamespace):
@@ -44,18 +46,21 @@ def launches(
     receive: bool = True,
     multiprocessors: int = H200_MULTIPROCESSORS,
     major: int = H200_MAJOR,
+    shared_bytes: int = H200_SHARED_BYTES,
 ) -> tuple[KernelLaunch, KernelLaunch]:
     """The launch of dispatch and that of combine, in a round of `tokens` rows of `dtype` with the
     plan's D and K.
 
     The plan is that of a rank on GPUs, `MemoryPlan.build(..., nvlink=True)`, and `dtype` that of x,
     or fp8 with an fp8 payload. `send` and `receive` are the phases that the launch runs, and
-    `major` is that of the compute capability.
+    `major` is that of the compute capability. `shared_bytes` is the shared memory of a
+    multiprocessor.
     """
     sizes = plan.sizes
     call = (tokens, sizes["D"], sizes["K"], ops.DTYPES.index(dtype), expert_major, send, receive)
     # The library returns both structs, one behind the other.
-    policy = memoryview(ops.launch_policy(_as_tensor(plan), *call, multiprocessors, major).numpy())
+    gpu = (multiprocessors, major, shared_bytes)
+    policy = memoryview(ops.launch_policy(_as_tensor(plan), *call, *gpu).numpy())
     of_combine = policy[sizeof(struct("DispatchLaunch")) :]
     dispatch = _launch("DispatchLaunch", policy, "recv_lines", "send_lines")
     combine = _launch("CombineLaunch", of_combine, "send_lines", "recv_lines")

@@ -129,6 +129,7 @@ class MemoryPlan:
         rank: int = 0,
         placement: Placement | None = None,
         nvlink: bool | None = None,
+        lines: bool = True,
     ) -> MemoryPlan:
         """Lay out the buffers of one rank: ranks may own different numbers of experts. It needs no
         GPU, no group and no native library.
@@ -139,6 +140,7 @@ class MemoryPlan:
             placement: where the experts are; by default as `config.seated` says.
             nvlink: whether the windows lie in GPU memory; by default, whether `exchange.transport`
                 is "nvlink".
+            lines: whether lines of the LL protocol may travel between the GPUs: see `links.py`.
 
         Returns:
             The plan, whose offsets are in bytes.
@@ -148,8 +150,8 @@ class MemoryPlan:
         config = config.seated
         placement = placement or config.place_experts()
         if config.topology.num_nodes > 1:
-            return cls._over_nodes(config, rank, placement, nvlink)
-        sizes = _sizes(config, rank, placement, nvlink)
+            return cls._over_nodes(config, rank, placement, nvlink, lines)
+        sizes = _sizes(config, rank, placement, nvlink, lines)
         layout = _layout(config, sizes, nvlink)
         # Behind the exchange's own buffers, those of floors above.
         for parts in _reserved:
@@ -158,14 +160,15 @@ class MemoryPlan:
 
     @classmethod
     def _over_nodes(
-        cls, config: EPConfig, rank: int, placement: Placement, nvlink: bool
+        cls, config: EPConfig, rank: int, placement: Placement, nvlink: bool, lines: bool
     ) -> MemoryPlan:
         """The plan of the exchange of the rank's node, and the memory of the rail behind it."""
         topology = config.topology
         G = topology.ranks_here
         N = topology.num_nodes
         S = config.rows_per_node
-        inside = cls.build(config.of_node(), rank % G, placement.of_node(rank // G, G), nvlink)
+        of_node = placement.of_node(rank // G, G)
+        inside = cls.build(config.of_node(), rank % G, of_node, nvlink, lines)
 
         # Slabs of rows, what travels of them, and tables by which rows find their nodes.
         P = placement.num_physical_experts
@@ -247,7 +250,9 @@ class MemoryPlan:
         return end
 
 
-def _sizes(config: EPConfig, rank: int, placement: Placement, nvlink: bool) -> dict[str, int]:
+def _sizes(
+    config: EPConfig, rank: int, placement: Placement, nvlink: bool, lines: bool
+) -> dict[str, int]:
     """The fields of `ExchangePlan` that are no offsets. `config` and `placement` count seats."""
     R = config.topology.ep_size
     M = config.capacity.max_num_tokens_per_rank
@@ -280,7 +285,7 @@ def _sizes(config: EPConfig, rank: int, placement: Placement, nvlink: bool) -> d
 
     # Up to so many tokens, segments have small gaps: with more, large blocks of a GEMM are full on
     # average, and small ones would read weights twice.
-    ll_tokens = min(M, LL_MAX_TOKENS)
+    ll_tokens = min(M, LL_MAX_TOKENS) if lines else 0
     small_alignment = config.small_alignment if nvlink else alignment
     small_alignment_tokens = min(ll_tokens, config.tokens_that_fill(alignment) - 1)
 

@@ -305,6 +305,12 @@ class GroupedExperts(nn.Module):
         """Whether a CUDA graph can capture a call, which then waits for nothing on the host."""
         return GEMMS[self.gemm].is_capturable(self.w_down)
 
+    def refuse_capture(self, *, trains: bool = False) -> None:
+        """Raise RuntimeError, which names the GEMM, where the current stream captures a CUDA graph
+        and a call would wait for the host. `trains`: a call with gradients.
+        """
+        self._stage.refuse_capture(self.w_down, trains=trains)
+
     def forward(
         self,
         rows_ND: Tensor,

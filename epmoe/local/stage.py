@@ -71,6 +71,14 @@ class Stage(NamedTuple):
         """
         return next(name for name in self.gemms if GEMMS[name].takes_all_calls)
 
+    def refuse_capture(self, weights: Tensor, *, trains: bool = False) -> None:
+        """Raise RuntimeError, which names the GEMM, where the current stream captures a CUDA graph
+        and a call with these weights would wait for the host. `trains`: a call with gradients.
+
+        A call raises the same, but then within a round. Who opens the round asks before.
+        """
+        GEMMS[self.trained if trains else self.gemm].refuse_capture(weights)
+
     def serve(
         self, weights: Weights, rows_ND: Tensor, scales: Tensor | None, segments: Segments
     ) -> Tensor:

@@ -144,7 +144,8 @@ _library.define(
 )
 _library.define(
     "launch_policy(Tensor plan, int tokens, int hidden_size, int top_k, int dtype, bool "
-    "expert_major, bool send, bool receive, int multiprocessors, int major) -> Tensor"
+    "expert_major, bool send, bool receive, int multiprocessors, int major, int shared_bytes) -> "
+    "Tensor"
 )
 _library.define("shared_bytes_needed(Tensor plan) -> int")
 # Plans of placements (epmoe/live/balance.py), on the CPU: loads float64 [L, E], slots int32 [L, P].

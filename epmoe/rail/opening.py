@@ -16,6 +16,7 @@ from epmoe.exchange.addresses import Addresses
 from epmoe.exchange.exchange import Exchange
 from epmoe.exchange.gpu_memory import memory_of
 from epmoe.exchange.launch_policy import shared_bytes_needed
+from epmoe.exchange.links import agree_on_lines
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import RoundState
@@ -131,7 +132,10 @@ def open_exchange(
     seat = seats.of_ranks[peers.rank]
     placement = config.seated.place_experts()
     on_gpus = addresses.memory.device.type == "cuda"
-    plan = MemoryPlan.build(config, seat, placement, nvlink=on_gpus)
+    lines = True
+    if on_gpus:
+        lines = agree_on_lines(peers, addresses.memory.device, config.topology.ranks_here)
+    plan = MemoryPlan.build(config, seat, placement, nvlink=on_gpus, lines=lines)
     if config.topology.num_nodes > 1:
         return _open_over_nodes(config, plan, peers, addresses, name)
     with ExitStack() as undo:

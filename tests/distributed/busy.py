@@ -22,13 +22,14 @@ extern "C" __global__ void hold(int milliseconds) {
 
 class Holder:
     """holder(n, seconds) runs a kernel that has n multiprocessors to itself; returns the event of
-    its end.
+    its end. With `shared`, n are blocks that take so many bytes of shared memory each.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shared: int | None = None) -> None:
         properties = torch.cuda.get_device_properties()
         self.multiprocessors = properties.multi_processor_count
-        self._shared = properties.shared_memory_per_block_optin  # one block fills a multiprocessor
+        # By default one block fills a multiprocessor.
+        self._shared = shared or properties.shared_memory_per_block_optin
         self._kernel, self._stream = torch.cuda._compile_kernel(HOLD, "hold"), torch.cuda.Stream()
         self._kernel.set_shared_memory_config(self._shared)
 

@@ -218,6 +218,32 @@ def test_every_row_is_written(make_ep, rank, hold, free, num_sms, T, ll_max_toke
         ep.check()
 
 
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize(
+    ("T", "ll_max_tokens"), [(8, 64), (100, 64), (512, 1024), (40, 0), (2000, 64), (4096, 64)]
+)
+def test_a_multiprocessor_has_99_kib(make_ep, rank, T, ll_max_tokens, layout):
+    """As those of sm_86, sm_89 and sm_120 have, on which one block of Simple finds room at a time.
+    Here another kernel has the rest, and the launch counts on two blocks all the same.
+    """
+    ep = make_ep(
+        ll_max_tokens, max_tokens=4096, hidden=1024, dtype="bfloat16", timeout_s=DEADLINE_S
+    )
+    tokens = first_round(ep, T, layout)
+    properties = torch.cuda.get_device_properties()
+    # Three blocks a multiprocessor: one of their sum would have memory divided so that it fits
+    # alone.
+    others = properties.shared_memory_per_multiprocessor - (99 << 10)
+    hold = Holder(others // 3 - (1 << 10))
+    ended = hold(3 * properties.multi_processor_count, 1.5)
+    for _ in range(3):
+        y = run_round(ep, tokens, layout=layout)
+    assert not ended.query(), "the other kernel ended first"
+    assert_y(y, ep.config, tokens)
+    ep.check()
+    torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize(
     ("T", "ll_max_tokens"), [(1, 64), (8, 64), (40, 64), (100, 64), (512, 1024)]
 )

@@ -245,8 +245,8 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
                     cudaStream_t stream) {
   Device device;
   if (cudaError_t error = current_device(device)) return error;
-  CombineLaunch policy =
-      combine_launch(exchange.plan, args, dtype, {device.multiprocessors, device.major});
+  CombineLaunch policy = combine_launch(
+      exchange.plan, args, dtype, {device.multiprocessors, device.major, device.shared_bytes});
   CombineKernel kernel{exchange, args, static_cast<int32_t>(policy.send_blocks),
                        static_cast<int32_t>(policy.team)};
   auto* variant = variant_for(policy.send_lines, policy.coarse, policy.own,

@@ -16,6 +16,7 @@ struct Device {
   // Of the compute capability that this library's kernels were compiled for, not the GPU's: see
   // below.
   int major;
+  int shared_bytes;  // of a multiprocessor
 };
 
 // Never launched. Its code stands for that of all kernels, which nvcc compiles for the same
@@ -38,6 +39,10 @@ static cudaError_t current_device(Device& device) {
             cudaFuncGetAttributes(&compiled, reinterpret_cast<const void*>(any_kernel)))
       return error;
     entry.index = index, entry.major = compiled.ptxVersion / 10;
+    if (cudaError_t error = cudaDeviceGetAttribute(
+            &entry.shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, index))
+      return error;
+    // Last: it says that the others are known.
     if (cudaError_t error =
             cudaDeviceGetAttribute(&entry.multiprocessors, cudaDevAttrMultiProcessorCount, index))
       return error;

@@ -274,8 +274,8 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
       if (cudaError_t error = load_kernels()) return error;
     loaded[device.index % Device::kMaxDevices] = true;
   }
-  DispatchLaunch policy =
-      dispatch_launch(exchange.plan, args, {device.multiprocessors, device.major});
+  DispatchLaunch policy = dispatch_launch(
+      exchange.plan, args, {device.multiprocessors, device.major, device.shared_bytes});
   auto& progress = *reinterpret_cast<const Progress*>(exchange.status + 1);
   DispatchKernel kernel{.ex = exchange,
                         .args = args,

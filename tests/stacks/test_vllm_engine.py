@@ -62,7 +62,7 @@ def run(*command: str, **environment: str) -> str:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    run(str(HERE / "vllm_models.py"), str(folder), "qwen3", "deepseek")
+    run(str(HERE / "vllm_models.py"), str(folder), "qwen3", "qwen3_other", "versions", "deepseek")
     return folder
 
 
@@ -101,14 +101,21 @@ def test_two_ranks_generate_the_tokens_of_one(
 ) -> None:
     output = tmp_path / "tokens.json"
     launcher = LAUNCH if launch == "torchrun" else ()
+    # One engine begins with other weights, and a trainer's reach it.
+    begins_with = model
+    versions = ""
+    if (model, launch, layout) == ("qwen3", "spawn", "layer"):
+        begins_with = "qwen3_other"
+        versions = str(models / "versions")
     printed = run(
         *launcher,
         str(HERE / "vllm_serve.py"),
-        str(models / model),
+        str(models / begins_with),
         launch,
         mode,
         str(output),
         EPMOE_VLLM=layout,
+        VERSIONS_OF_WEIGHTS=versions,
     )
     assert printed.count(f"epmoe exchanges the tokens of the experts: layout {layout}") == 2, (
         "one line of each rank"

@@ -1,5 +1,5 @@
 """Tiny models with random weights for vLLM: `python vllm_models.py FOLDER NAME…` writes FOLDER/NAME
-for some of MODELS.
+for some of MODELS. The name `versions` is what a trainer of qwen3 hands over: `vllm_weights.py`.
 
 The sizes are the smallest that vLLM's kernels for CPUs take.
 """
@@ -23,6 +23,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from vllm_weights import train
 
 from epmoe.local.weight_formats import dequantize_weights
 from epmoe.native.arguments import MXFP4
@@ -134,6 +135,9 @@ def in_mxfp4(path: Path) -> None:
 
 def main(folder: Path, *names: str) -> None:
     for name in names:
+        if name == "versions":
+            train(str(folder / "qwen3"), str(folder / name))
+            continue
         torch.manual_seed(SEEDS.get(name, 7))
         model = MODELS[name]()
         for parameter in model.parameters():

@@ -3,7 +3,8 @@ LAUNCH MODE OUTPUT`.
 
 LAUNCH is `one` for one process, `torchrun` inside torchrun, or `spawn`, where vLLM starts its
 engine cores by itself. MODE is `eager` or `compiled`. EPMOE_VLLM chooses epmoe. The output holds
-the tokens of each prompt, in order.
+the tokens of each prompt, in order. VERSIONS_OF_WEIGHTS is a folder: with `spawn` the engine takes
+version 7 of its weights from there before it generates.
 """
 
 from __future__ import annotations
@@ -73,13 +74,19 @@ async def served(model: str, mode: str) -> dict[int, list[int]]:
     """First one rank alone serves, while the other one idles; then both serve at once. The tokens
     must agree.
     """
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferInitRequest,
+        WeightTransferUpdateRequest,
+    )
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     # "uni": each engine core runs its model itself, so that fewer processes import vLLM.
-    engine = AsyncLLM.from_engine_args(
-        AsyncEngineArgs(**arguments(model, mode, 2), distributed_executor_backend="uni")
-    )
+    options = arguments(model, mode, 2) | {"distributed_executor_backend": "uni"}
+    versions = os.environ.get("VERSIONS_OF_WEIGHTS")
+    if versions:
+        options["weight_transfer_config"] = {"backend": "epmoe"}
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
 
     async def generate(i: int, rank: int) -> list[int]:
         prompt = {"prompt_token_ids": PROMPTS[i]}
@@ -91,6 +98,14 @@ async def served(model: str, mode: str) -> dict[int, list[int]]:
         return list(last.outputs[0].token_ids)
 
     try:
+        # From here on the weights are those of a trainer.
+        if versions:
+            await engine.init_weight_transfer_engine(
+                WeightTransferInitRequest(init_info={"folder": versions})
+            )
+            await engine.start_weight_update()
+            await engine.update_weights(WeightTransferUpdateRequest(update_info={"version": 7}))
+            await engine.finish_weight_update()
         alone = [await generate(i, 1) for i in range(2)]
         both = await asyncio.gather(*(generate(i, i % 2) for i in range(len(PROMPTS))))
     finally:

@@ -29,10 +29,14 @@ def register() -> None:
         return
     live = None if chosen in ("1", "layer") else _live_of(chosen)
 
-    # Imported here: it needs SGLang.
+    # Imported here: they need SGLang.
     from epmoe.integrations.sglang.dispatcher import register_hooks
 
-    register_hooks(own_experts=chosen != "1", live=live)
+    register_hooks(live)
+    if chosen != "1":
+        from epmoe.integrations.sglang.runner import register_experts
+
+        register_experts()
 
 
 def _live_of(chosen: str) -> dict[str, Any]:

@@ -59,22 +59,25 @@ _ALIGNMENT = 128
 _DEADLINES = {"warmup_timeout_s": 3600.0, "timeout_s": 300.0}
 _LIMIT = "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
 _FACTORY = "sglang.srt.layers.moe.fused_moe_triton.layer.create_moe_dispatcher"
-_EXPERTS = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.run_moe_core"
 _LOADER = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.weight_loader"
 # Settings of SGLang's experts that `GroupedExperts` here would leave out.
-_OTHERS = ("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit", "apply_router_weight_on_input")
+_OTHERS = (
+    "gemm1_alpha",
+    "gemm1_beta",
+    "gemm1_clamp_limit",
+    "swiglu_limit",
+    "apply_router_weight_on_input",
+)
 _STEP = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 
 _session: Session[Balancing] = Session()
 
 
-def register_hooks(own_experts: bool, live: dict[str, Any] | None) -> None:
-    """Have SGLang call `create_dispatcher` for each layer, `poll` before each step, `compute` for
-    its experts, and `load` for their weights.
+def register_hooks(live: dict[str, Any] | None) -> None:
+    """Have SGLang call `create_dispatcher` for each layer, `poll` before each step, and `load` for
+    the weights of experts that move.
     """
     HookRegistry.register(_FACTORY, partial(create_dispatcher, live=live), HookType.AROUND)
-    if own_experts:
-        HookRegistry.register(_EXPERTS, compute, HookType.AROUND)
     if live is not None:
         HookRegistry.register(_LOADER, load, HookType.AROUND)
     HookRegistry.register(_STEP, poll, HookType.BEFORE)
@@ -314,13 +317,6 @@ class EpmoeDispatcher(BaseDispatcher):
         if not is_known or own > max(counts):
             return R * M, M
         return min(sum(counts) * (R // len(counts)), R * M), min(max(counts), M)
-
-
-def compute(original: Any, layer: Any, dispatch_output: Any) -> CombineInput:
-    """Around SGLang's experts: `GroupedExperts` where the dispatcher of the layer is ours."""
-    if isinstance(layer.dispatcher, EpmoeDispatcher):
-        return layer.dispatcher.compute(layer, dispatch_output)
-    return original(layer, dispatch_output)
 
 
 def load(

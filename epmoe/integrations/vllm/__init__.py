@@ -16,6 +16,7 @@ of experts, and an interface for the exchange.
     prepare_finalize.py  the exchange, as vLLM's modular kernel wants it
     sizes.py             the windows: an ExpertParallel for each power of two of tokens
     sleep.py             the windows in vLLM's sleep mode
+    weights.py           versions of a trainer's weights, by vLLM's weight transfer
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def register() -> None:
 
     try:
         from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
         from vllm.model_executor.custom_op import op_registry_oot
 
         from epmoe.integrations.vllm.layer import Seat, seats
@@ -47,8 +49,12 @@ def register() -> None:
             layer.register_oot(seat)
         elif not issubclass(taken, Seat):
             refuse(f"another plugin has replaced {layer.__name__} by {taken.__qualname__}")
-    # vLLM has the name already, if it has called this before.
+    # vLLM has the names already, if it has called this before.
     with suppress(ValueError):
         SleepModeBackendFactory.register_backend(
             "epmoe", "epmoe.integrations.vllm.sleep", "SleepWithWindows"
+        )
+    with suppress(ValueError):
+        WeightTransferEngineFactory.register_engine(
+            "epmoe", "epmoe.integrations.vllm.weights", "VersionEngine"
         )

@@ -46,6 +46,7 @@ from epmoe.bench.sample import Payload
 from epmoe.config.config import EPConfig
 from epmoe.local.gemm.few_rows import FewRows, Reading, most_rows
 from epmoe.local.gemm.few_rows_by_tma import FewRowsByTma, InvariantFewRows, most_rows_by_tma
+from epmoe.local.gemm.fused_experts import FusedExperts, fewest_rows_fused, most_rows_fused
 from epmoe.local.weight_formats import FP8_BLOCKS
 from epmoe.native.arguments import FP8
 
@@ -229,10 +230,14 @@ class Comparison:
             rows = {InvariantFewRows.name: by_tma}
         else:
             rows = {FewRows.name: most_rows(self.dtype, reading), FewRowsByTma.name: by_tma}
-        borders = {}
+        if self.dtype == FP8 and not self.invariant:
+            rows[FewRowsByTma.name] = min(by_tma, fewest_rows_fused(reading))
+            rows[FusedExperts.name] = most_rows_fused(reading)
+        # A kernel whose calls an earlier one takes has no border.
+        borders: dict[str, int] = {}
         for name, most in rows.items():
             tokens = int(most * self.E / (self.R * self.K))
-            if tokens:
+            if tokens > max(borders.values(), default=0):
                 borders[name] = tokens
         return borders
 

@@ -4,8 +4,8 @@ docs/experiments.md.
     python -m benchmarks.few_rows [--zipf] [CONFIG ...]
 
 Experts alone of one of two ranks, on one GPU. A graph has several layers, so that weights are cold,
-and a routing for each; kernels take turns. A cell has the times of `NAMES`, after outputs that were
-NaN have agreed.
+and a routing for each; kernels take turns. A cell has the times of `names_of` the dtype, after
+outputs that were NaN have agreed.
 """
 
 from __future__ import annotations
@@ -27,15 +27,21 @@ from epmoe.local.simulate import Kind, simulate_logits
 from epmoe.native.arguments import FP8
 
 CONFIGS = "h200x2_qwen3_30b", "h200x8_qwen3_235b", "h200x8_deepseek_v3", "h200x4_gpt_oss_120b"
-COUNTS = (0.0625, 0.125, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)  # rows of an expert, on average
+COUNTS = (0.0625, 0.125, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128)  # rows of an expert, on average
 FEW = "few_rows"
 ALIGNMENT = 64
 WEIGHTS_BYTES = 2 << 30
 REPLAYS = 9
-NAMES = FEW, "few_rows_by_tma", "deep_gemm"
 MOST_OFF = 0.05  # between the products each rounds to fp8 with scales of its own
 Call = tuple[Weights, Tensor, Tensor | None, Segments]
 """of `Gemm.experts`"""
+
+
+def names_of(dtype: torch.dtype) -> tuple[str, ...]:
+    """The kernels that take turns; all must agree with the last."""
+    if dtype == FP8:
+        return FEW, "few_rows_by_tma", "fused_experts", "deep_gemm"
+    return FEW, "few_rows_by_tma", "deep_gemm"
 
 
 def weights_of(e: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -73,7 +79,8 @@ def routed(weights: Weights, T: int, E: int, K: int, kind: Kind, seed: int) -> t
 
 
 def times(layers: Sequence[Weights], T: int, E: int, K: int, kind: Kind) -> list[float | None]:
-    """µs a layer by each of `NAMES`; None where it takes more than twice the least."""
+    """µs a layer by each of `names_of` its dtype; None where it takes more than twice the least."""
+    names = names_of(layers[0].down.dtype)
     calls, real = zip(
         *(routed(weights, T, E, K, kind, seed) for seed, weights in enumerate(layers)), strict=True
     )
@@ -85,10 +92,10 @@ def times(layers: Sequence[Weights], T: int, E: int, K: int, kind: Kind) -> list
         graph.replay()
         graph.replay()
 
-    for name in NAMES:  # DeepGEMM compiles in its first call
+    for name in names:  # DeepGEMM compiles in its first call
         serve(name)
     # Outputs are NaN before a replay: what a kernel does not write shows.
-    graphs = [captured(partial(serve, name)) for name in NAMES]
+    graphs = [captured(partial(serve, name)) for name in names]
     outputs = []
     for graph, outs in graphs:
         for out in outs:
@@ -96,12 +103,12 @@ def times(layers: Sequence[Weights], T: int, E: int, K: int, kind: Kind) -> list
         graph.replay()
         outputs.append(torch.cat([out[rows] for out, rows in zip(outs, real, strict=True)]).float())
     # All kernels must agree with the last one, up to their rounding.
-    for name, got in zip(NAMES, outputs, strict=True):
+    for name, got in zip(names, outputs, strict=True):
         off = (got - outputs[-1]).norm() / outputs[-1].norm()
         if not off <= MOST_OFF:
             raise RuntimeError(f"{name} is off by {off:.2g}")
     # Kernels take turns, so that clocks and temperature are the same for all.
-    taken: list[list[float]] = [[] for _ in NAMES]
+    taken: list[list[float]] = [[] for _ in names]
     for _ in range(REPLAYS):
         for (graph, _), samples in zip(graphs, taken, strict=True):
             samples.append(elapsed_us(partial(replay_twice, graph)) / 2 / len(layers))

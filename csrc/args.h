@@ -194,8 +194,21 @@ struct FewRowsArgs {
   // fp8 in one order of sums: workspace instead, scales of h in blocks of kScaleBlock.
   float* h_scales_BN;
   int64_t h_scales_stride;
+  // The operator fused_experts: workspace, at least fused_counters() of them.
+  int32_t* counters;
+  int64_t num_counters;
   void* out_ND;  // out: bf16
 };
+
+// The operator fused_experts: the same stage in fp8, in one kernel. Rows of an expert in a tile, at
+// most, and experts of a rank.
+constexpr int64_t kFusedTokens = 144;
+constexpr int64_t kFusedExperts = 1024;
+
+// A counter for claims, and one for each tile of rows: an expert's last tile may be smaller.
+constexpr EPMOE_HD int64_t fused_counters(int64_t N, int64_t num_local_experts) {
+  return 1 + N / kFusedTokens + num_local_experts;
+}
 
 // The operators hopper_gemm and hopper_gemm_weights: products of the rows of each expert, in bf16,
 // on GPUs of compute capability 9.0. Rows past the last segment have no effect and no products. k,

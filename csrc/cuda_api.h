@@ -31,6 +31,7 @@ using Stream = CUstream_st*;  // cudaStream_t
   F(scales_by_block, const ScalesByBlockArgs&)           \
   F(dequantize_mxfp4, const DequantizeArgs&)             \
   F(few_rows, const FewRowsArgs&)                        \
+  F(fused_experts, const FewRowsArgs&)                   \
   F(grouped_gemm, const GroupedGemmArgs&)                \
   F(mxfp4_gemm, const GroupedGemmArgs&)                  \
   F(invariant_linear, const InvariantLinearArgs&)        \

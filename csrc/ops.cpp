@@ -260,12 +260,20 @@ const void* few_rows_bias(const MaybeTensor& bias, int64_t e, int64_t n) {
   return bias ? bias->data_ptr() : nullptr;
 }
 
-Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor& gate_up,
-                const MaybeTensor& gate_up_scales, const MaybeTensor& gate_up_bias,
-                const Tensor& down, const MaybeTensor& down_scales, const MaybeTensor& down_bias,
-                const Tensor& expert_offsets, const MaybeTensor& tokens_per_expert,
-                bool interleaved, double limit, double alpha, double up_offset,
-                int64_t token_tiles) {
+// Arguments of few_rows and fused_experts, and the tensors that the operator makes for them.
+struct ExpertsCall {
+  FewRowsArgs args;
+  Tensor h, h_scales, out;
+};
+
+// Checks all tensors of a call. `by_blocks`: h in fp8 has a scale for each block of kScaleBlock,
+// else powers of two.
+ExpertsCall experts_call(const Tensor& rows, const MaybeTensor& row_scales, const Tensor& gate_up,
+                         const MaybeTensor& gate_up_scales, const MaybeTensor& gate_up_bias,
+                         const Tensor& down, const MaybeTensor& down_scales,
+                         const MaybeTensor& down_bias, const Tensor& expert_offsets,
+                         const MaybeTensor& tokens_per_expert, bool interleaved, double limit,
+                         double alpha, double up_offset, bool by_blocks) {
   Segments segments = segments_of(expert_offsets, tokens_per_expert);
   const bool packed = down.scalar_type() == ScalarType::Float4_e2m1fn_x2;
   const bool fp8 = !packed && dtype_of(down) == DType::kFloat8E4M3;
@@ -286,8 +294,6 @@ Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor&
   STD_TORCH_CHECK(D % step == 0 && F % step == 0,
                   "D and F must be multiples of 128 in fp8, 32 in MXFP4, else 64");
   STD_TORCH_CHECK(fp8 == row_scales.has_value(), "rows in fp8, and no others, come with scales");
-  STD_TORCH_CHECK(token_tiles == 1 || token_tiles == 4 || token_tiles == (packed ? 2 : 8),
-                  "token_tiles must be 1 or 4, or 2 with MXFP4, else 8");
   STD_TORCH_CHECK(N <= INT32_MAX, "there are too many rows");
   if (fp8) {
     check_rows(*row_scales, "row_scales");
@@ -296,15 +302,14 @@ Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor&
                     "row_scales must be float32 [N, D / 128]");
   }
   Tensor h = empty_like_device(rows, {N, F}, rows.scalar_type());
-  // Of h in fp8: scales of blocks, or powers of two.
-  int64_t columns = padded_columns(fp8 && token_tiles > 1 ? N : 0);
-  Tensor scales =
+  int64_t columns = padded_columns(fp8 && by_blocks ? N : 0);
+  Tensor h_scales =
       columns ? empty_like_device(rows, {ceil_div(F, kScaleBlock), columns}, ScalarType::Float)
               : empty_like_device(rows, {fp8 ? N : 0, F / 16}, ScalarType::Byte);
   Tensor out = empty_like_device(rows, {N, D}, ScalarType::BFloat16);
   FewRowsArgs args{
       .format = format,
-      .token_tiles = static_cast<uint8_t>(token_tiles),
+      .token_tiles = 0,
       .rows_ND = rows.data_ptr(),
       .row_scales_NB = fp8 ? static_cast<const float*>(row_scales->data_ptr()) : nullptr,
       .row_scales_stride = fp8 ? row_scales->stride(0) : 0,
@@ -321,13 +326,54 @@ Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor&
       .interleaved = interleaved,
       .gating = gating_of(limit, alpha, up_offset),
       .h_NF = h.data_ptr(),
-      .exponents_N = static_cast<uint8_t*>(scales.data_ptr()),
-      .h_scales_BN = static_cast<float*>(scales.data_ptr()),
+      .exponents_N = static_cast<uint8_t*>(h_scales.data_ptr()),
+      .h_scales_BN = static_cast<float*>(h_scales.data_ptr()),
       .h_scales_stride = columns,
+      .counters = nullptr,
+      .num_counters = 0,
       .out_ND = out.data_ptr(),
   };
-  launch(rows, args, &cuda::Api::few_rows);
-  return out;
+  return {args, h, h_scales, out};
+}
+
+Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor& gate_up,
+                const MaybeTensor& gate_up_scales, const MaybeTensor& gate_up_bias,
+                const Tensor& down, const MaybeTensor& down_scales, const MaybeTensor& down_bias,
+                const Tensor& expert_offsets, const MaybeTensor& tokens_per_expert,
+                bool interleaved, double limit, double alpha, double up_offset,
+                int64_t token_tiles) {
+  ExpertsCall call = experts_call(rows, row_scales, gate_up, gate_up_scales, gate_up_bias, down,
+                                  down_scales, down_bias, expert_offsets, tokens_per_expert,
+                                  interleaved, limit, alpha, up_offset, token_tiles > 1);
+  const bool packed = call.args.format == WeightFormat::kMxfp4;
+  STD_TORCH_CHECK(token_tiles == 1 || token_tiles == 4 || token_tiles == (packed ? 2 : 8),
+                  "token_tiles must be 1 or 4, or 2 with MXFP4, else 8");
+  call.args.token_tiles = static_cast<uint8_t>(token_tiles);
+  launch(rows, call.args, &cuda::Api::few_rows);
+  return call.out;
+}
+
+Tensor fused_experts(const Tensor& rows, const MaybeTensor& row_scales, const Tensor& gate_up,
+                     const MaybeTensor& gate_up_scales, const MaybeTensor& gate_up_bias,
+                     const Tensor& down, const MaybeTensor& down_scales,
+                     const MaybeTensor& down_bias, const Tensor& expert_offsets,
+                     const MaybeTensor& tokens_per_expert, bool interleaved, double limit,
+                     double alpha, double up_offset) {
+  ExpertsCall call = experts_call(rows, row_scales, gate_up, gate_up_scales, gate_up_bias, down,
+                                  down_scales, down_bias, expert_offsets, tokens_per_expert,
+                                  interleaved, limit, alpha, up_offset, /*by_blocks=*/true);
+  FewRowsArgs& args = call.args;
+  const int64_t e = args.segments.num_local_experts;
+  STD_TORCH_CHECK(args.format == WeightFormat::kFp8, "weights must be float8_e4m3fn");
+  STD_TORCH_CHECK(e <= kFusedExperts, "there are too many experts");
+  args.num_counters = fused_counters(args.N, e);
+  // A tile's number is an int32.
+  const int64_t tiles_of_rows = (args.F + args.D) / kScaleBlock;
+  STD_TORCH_CHECK(args.num_counters <= INT32_MAX / tiles_of_rows, "there are too many rows");
+  Tensor counters = empty_like_device(rows, {args.num_counters}, ScalarType::Int);
+  args.counters = static_cast<int32_t*>(counters.data_ptr());
+  launch(rows, args, &cuda::Api::fused_experts);
+  return call.out;
 }
 
 Tensor invariant_linear(const Tensor& x, const Tensor& weight) {
@@ -374,6 +420,7 @@ STABLE_TORCH_LIBRARY_IMPL(epmoe, CUDA, library) {
   implement(library);
   library.impl("dequantize_mxfp4", TORCH_BOX(&dequantize_mxfp4));
   library.impl("few_rows", TORCH_BOX(&few_rows));
+  library.impl("fused_experts", TORCH_BOX(&fused_experts));
   library.impl("invariant_linear", TORCH_BOX(&invariant_linear));
 }
 

@@ -296,6 +296,12 @@ def one_element_later(*weights: Tensor) -> list[Tensor]:
             {},
         ),
         ("invariant_few_rows", BF16, (1, 27392, 64), None, {}),
+        ("fused_experts", FP8, (2, 256, 256), None, {"installed": False}),
+        ("fused_experts", FP8, (1024, 128, 128), None, {}),
+        ("fused_experts", FP8, (1025, 128, 128), "at most 1024, got 1025", {}),
+        ("fused_experts", FP8, (2, 256, 256), "no kernel image", {"built": False}),
+        ("fused_experts", FP8, (2, 256, 192), "multiples of 128", {}),
+        ("fused_experts", BF16, (2, 256, 256), "in float8_e4m3fn, got torch.bfloat16", {}),
         ("hopper", BF16, (4, 24, 8), None, {}),
         ("hopper", BF16, (4, 24, 8), None, {"laid": transposed}),
         (
@@ -325,7 +331,7 @@ def test_what_a_gemm_takes(monkeypatch, gemm, dtype, sizes, problem, other):
     )
     monkeypatch.setattr(module, "_problem_with_version", lambda fp8, device: None)
     built = None if other.get("built", True) else RuntimeError("CUDA: no kernel image")
-    for place in ("hopper", "few_rows_by_tma"):
+    for place in ("hopper", "few_rows_by_tma", "fused_experts"):
         monkeypatch.setattr(f"epmoe.local.gemm.{place}.problem_of_build", lambda device: built)
     differs = ValueError("few rows have other bits than many") if other.get("differs") else None
     monkeypatch.setattr(

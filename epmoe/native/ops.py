@@ -68,12 +68,15 @@ _library.define("dequantize_mxfp4(Tensor codes, Tensor scales) -> Tensor")
 # scales, or all bf16; or bf16 rows and weights in MXFP4. Of an expert, 8 · token_tiles rows share a
 # reading of its weights: 1, 2 or 4 tiles with MXFP4, else 1, 4 or 8. With 4 or 8, sums of bf16 and
 # fp8 have the order of the GEMMs for many rows: that of bf16 below, or DeepGEMM.
-_library.define(
-    "few_rows(Tensor rows, Tensor? row_scales, Tensor gate_up, Tensor? gate_up_scales, Tensor? "
+_EXPERTS = (
+    "Tensor rows, Tensor? row_scales, Tensor gate_up, Tensor? gate_up_scales, Tensor? "
     "gate_up_bias, Tensor down, Tensor? down_scales, Tensor? down_bias, Tensor expert_offsets, "
-    "Tensor? tokens_per_expert, bool interleaved, float limit, float alpha, float up_offset, int "
-    "token_tiles) -> Tensor"
+    "Tensor? tokens_per_expert, bool interleaved, float limit, float alpha, float up_offset"
 )
+_library.define(f"few_rows({_EXPERTS}, int token_tiles) -> Tensor")
+# The same in fp8 on GPUs of compute capability 9.0, as one kernel, with sums in the order of
+# DeepGEMM: for at most 1024 experts.
+_library.define(f"fused_experts({_EXPERTS}) -> Tensor")
 # Grouped GEMMs in bf16 on GPUs of compute capability 9.0, by expert: rows [N, k] · weights [e, n,
 # k]ᵀ → [N, n], and grad [N, n]ᵀ · rows [N, k] → [e, n, k]. `ends` are the rows behind the segments.
 # Weights may be in MXFP4.
@@ -221,6 +224,7 @@ def _(gate_up: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.register_fake("epmoe::few_rows")
+@torch.library.register_fake("epmoe::fused_experts")
 def _(rows: Tensor, *_: object) -> Tensor:
     return rows.new_empty(rows.shape, dtype=torch.bfloat16)
 

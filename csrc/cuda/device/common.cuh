@@ -34,6 +34,12 @@ __device__ __forceinline__ void let_successor_start() {
 #endif
 }
 
+__device__ __forceinline__ uint64_t now_ns() {
+  uint64_t value;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value));
+  return value;
+}
+
 // Whether rows that start at `base` and lie `stride_bytes` apart allow accesses of 16 bytes.
 inline bool is_aligned(const void* base, int64_t stride_bytes) {
   return reinterpret_cast<uintptr_t>(base) % 16 == 0 && stride_bytes % 16 == 0;

@@ -65,12 +65,6 @@ __device__ __forceinline__ uint32_t next_epoch(uint32_t epoch) {
   return epoch < 0xfffffffc ? epoch + 1 : 1;
 }
 
-__device__ __forceinline__ uint64_t now_ns() {
-  uint64_t value;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value));
-  return value;
-}
-
 // Forces values to be computed now, before a wait on which they do not depend; the compiler would
 // compute them after it. It cannot know that they never equal `kNever`, which alone is stored, in
 // shared memory that nobody reads.

@@ -34,10 +34,15 @@ __device__ __forceinline__ void store_box(const CUtensorMap& map, uint32_t from,
       : "memory");
 }
 
+// Elements from one line to the next, and from one matrix to the next.
+struct Strides {
+  int64_t y, z;
+};
+
 // A matrix or several of them, [z, y, x], in elements of so many bytes. TMA moves boxes of so many
 // of its lines, of 128 bytes each, or 64.
 inline cudaError_t describe(CUtensorMap& map, const void* at, int64_t x, int64_t y, int64_t z,
-                            int lines = 64, int bytes = 2, int line_bytes = kLineBytes) {
+                            Strides elements, int lines, int bytes, int line_bytes = kLineBytes) {
   static void* const encode = [] {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result;
@@ -48,8 +53,8 @@ inline cudaError_t describe(CUtensorMap& map, const void* at, int64_t x, int64_t
   if (!encode) return cudaErrorNotSupported;
   cuuint64_t sizes[] = {static_cast<cuuint64_t>(x), static_cast<cuuint64_t>(y),
                         static_cast<cuuint64_t>(z)};
-  cuuint64_t strides[] = {static_cast<cuuint64_t>(bytes * x),
-                          static_cast<cuuint64_t>(bytes * x * y)};
+  cuuint64_t strides[] = {static_cast<cuuint64_t>(bytes * elements.y),
+                          static_cast<cuuint64_t>(bytes * elements.z)};
   cuuint32_t box[] = {static_cast<cuuint32_t>(line_bytes / bytes), static_cast<cuuint32_t>(lines),
                       1};
   cuuint32_t steps[] = {1, 1, 1};
@@ -59,6 +64,11 @@ inline cudaError_t describe(CUtensorMap& map, const void* at, int64_t x, int64_t
       line_bytes == kLineBytes ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+// The same where lines and matrices follow one another.
+inline cudaError_t describe(CUtensorMap& map, const void* at, int64_t x, int64_t y, int64_t z,
+                            int lines = 64, int bytes = 2, int line_bytes = kLineBytes) {
+  return describe(map, at, x, y, z, Strides{x, x * y}, lines, bytes, line_bytes);
 }
 
 }  // namespace epmoe::cuda

@@ -95,11 +95,11 @@ __device__ __forceinline__ void store_matrices(uint32_t to, const float* d) {
 #undef EPMOE_STORE_MATRICES
 }
 // A warpgroup's sums [64, 2 kCount], from column `from` on, become up to kLines lines of one or two
-// boxes.
+// boxes. `thread` is threadIdx.x.
 template <int kLines, int kCount>
 __device__ __forceinline__ void store_turned(uint32_t box, const float (&sums)[kCount],
-                                             int from = 0) {
-  const int32_t lane = threadIdx.x % 32, part = threadIdx.x % kWarpgroup / 32 * 2 + lane / 8 % 2;
+                                             int from = 0, int32_t thread = threadIdx.x) {
+  const int32_t lane = thread % 32, part = thread % kWarpgroup / 32 * 2 + lane / 8 % 2;
 #pragma unroll
   for (int c = 0; c < kLines; c += 16)
     if (from + c < 2 * kCount)

@@ -120,19 +120,27 @@ class FewRows(Gemm):
         """Two kernels compute the outputs. fp8 rows stay fp8 between them, with a power of two for
         every 16 columns.
         """
+        assert segments.rows_per_expert is not None
+        operands = self._operands(weights, rows, scales, segments)
+        token_tiles = self._token_tiles(weights.down.dtype, segments.rows_per_expert)
+        out: Tensor = ops.few_rows(*operands, token_tiles)
+        return out
+
+    def _operands(
+        self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments
+    ) -> tuple[object, ...]:
+        """What the operators take, with rows as the kernels want them."""
         if weights.down.dtype == FP8 and scales is None:
             rows, scales = quantize_fp8(rows, num_tokens=segments.offsets[-1])
         elif weights.down.dtype != FP8:
             rows = plain_rows((rows, scales), product_dtype(weights.down))
             scales = None
-        assert segments.rows_per_expert is not None
         gate_up, down, *scales_and_biases = weights[:6]
         # Weights are contiguous, or `problem_with` refuses them.
         gate_up_scales, down_scales, gate_up_bias, down_bias = (
             None if given is None else given.contiguous() for given in scales_and_biases
         )
-        token_tiles = self._token_tiles(down.dtype, segments.rows_per_expert)
-        out: Tensor = ops.few_rows(
+        return (
             rows.contiguous(),
             scales,
             gate_up,
@@ -144,9 +152,7 @@ class FewRows(Gemm):
             segments.offsets,
             segments.tokens,
             *weights.gating,
-            token_tiles,
         )
-        return out
 
     def _token_tiles(self, dtype: torch.dtype, rows_per_expert: float) -> int:
         """Tiles of 8 tokens that share a reading of the weights."""

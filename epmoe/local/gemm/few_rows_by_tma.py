@@ -15,6 +15,7 @@ from torch import Tensor
 
 from epmoe.local.gemm.deep_gemm import DeepGemm
 from epmoe.local.gemm.few_rows import MOST_BEFORE_ALL, FewRows, Reading
+from epmoe.local.gemm.fused_experts import FusedExperts, fewest_rows_fused
 from epmoe.local.gemm.gemm import SWIGLU, Gemm, Segments, Weights
 from epmoe.local.gemm.hopper import Hopper, problem_of_build
 from epmoe.local.quantize import quantize_weights
@@ -68,6 +69,17 @@ class FewRowsByTma(FewRows):
         return problem_of_build(down.device)
 
     def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
+        """With fp8 the experts in one kernel may be faster before a GEMM is."""
+        most = self._most_before_many(gate_up, down)
+        if down.dtype != FP8:
+            return most
+        fewest = fewest_rows_fused(Reading.on_gpu(gate_up, down))
+        if fewest < most and FusedExperts().problem_with(gate_up, down) is None:
+            return fewest
+        return most
+
+    def _most_before_many(self, gate_up: Tensor, down: Tensor) -> float:
+        """Rows of an expert, on average, up to which the GEMM for many rows is slower."""
         if down.dtype == FP8 and _MANY[FP8].problem_with(gate_up, down) is not None:
             return MOST_BEFORE_ALL
         return most_rows_by_tma(down.dtype, Reading.on_gpu(gate_up, down))
@@ -81,6 +93,9 @@ class InvariantFewRows(FewRowsByTma):
 
     name = "invariant_few_rows"
     batch_invariant = True
+
+    def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
+        return self._most_before_many(gate_up, down)
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
         """Rows of both ways of computing show whether the installed DeepGEMM adds in this order."""

@@ -11,6 +11,7 @@ from epmoe.local.gemm.blocks import Blocks
 from epmoe.local.gemm.deep_gemm import DeepGemm
 from epmoe.local.gemm.few_rows import FewRows, FewRowsOfMxfp4
 from epmoe.local.gemm.few_rows_by_tma import FewRowsByTma, InvariantFewRows
+from epmoe.local.gemm.fused_experts import FusedExperts
 from epmoe.local.gemm.gemm import Gemm
 from epmoe.local.gemm.hopper import Hopper
 from epmoe.local.gemm.loop import Loop
@@ -25,6 +26,7 @@ GEMMS: dict[str, Gemm] = {
         FewRowsOfMxfp4(),
         FewRowsByTma(),
         InvariantFewRows(),
+        FusedExperts(),
         DeepGemm(),
         Hopper(),
         TorchGrouped(),

@@ -1,0 +1,131 @@
+// The experts stage in fp8 as one kernel, for calls in which an expert has some rows, up to a
+// hundred or two. Its bits are those of few_rows_by_tma.cu and DeepGEMM.
+//
+//   rows ─ gate and up, activation ─▶ h ─ down ─▶ outputs
+//
+// A block claims tiles: 256 weight rows by up to 144 rows of an expert. All tiles of h come before
+// those of outputs, and a counter for each tile of rows says that its h is written. While some
+// blocks still write h, others load weights of outputs, so that memory never rests between the
+// products.
+//
+//   a warp claims ─▶ two warps load, by TMA ─▶ two warpgroups multiply, and write h or outputs
+//
+// fused_experts/ has a file for each role: claims.cuh, loads.cuh, sums.cuh and leave.cuh.
+#include "cuda/device/launch.cuh"
+#include "cuda/hopper/fused_experts/leave.cuh"
+#include "cuda/hopper/fused_experts/loads.cuh"
+#include "cuda/hopper/fused_experts/sums.cuh"
+#include "cuda/stages.h"
+
+namespace epmoe::cuda {
+namespace {
+
+using namespace fused;
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// Each width has loops of its own.
+template <int kWidth = kTokenStep>
+__device__ __forceinline__ void multiply_tile(const FewRowsArgs& args, const Tile& tile,
+                                              Shared& shared, Stages& ring) {
+  if constexpr (kWidth < kTokens)
+    if (tile.width > kWidth) return multiply_tile<kWidth + kTokenStep>(args, tile, shared, ring);
+  float first[kWidth / 2] = {};
+  float second[kWidth / 2] = {};
+  sum_tile(tile, shared, ring, first, second);
+  if (!tile.down) return leave_as_h<kWidth>(args, tile, shared, first, second);
+  const int32_t group = threadIdx.x / kWarpgroup;
+  const int32_t column = tile.column + group * (kOutputs / kGroups);
+  if (column >= args.D) return;
+  leave_as_outputs<kWidth>(args, tile, shared, first, column);
+  leave_as_outputs<kWidth>(args, tile, shared, second, column + 64);
+}
+
+#endif
+
+__global__ void __launch_bounds__(kThreads, 1)
+    fused_experts_kernel(const __grid_constant__ FewRowsArgs args,
+                         const __grid_constant__ Maps maps) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) char given[];
+  auto& shared = *reinterpret_cast<Shared*>(given);
+  Stages ring(shared.stages[0], shared.mbarriers, kFilling, kEmptying);
+  if (threadIdx.x == 0) {
+    for (int32_t i = 0; i < kQueue; ++i) {
+      init_mbarrier(&shared.claimed[i], 1);
+      init_mbarrier(&shared.readable[i], 1);
+      init_mbarrier(&shared.done[i], kUsers);
+    }
+    init_mbarrier(&shared.wanted, 1);
+    shared.late = false;
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  wait_for_predecessor();
+  let_successor_start();
+  if (threadIdx.x < 32) count_parts(args, shared.first);
+  __syncthreads();
+  if (threadIdx.x >= kMultipliers) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kLoadRegisters));
+    const auto role = static_cast<Role>((threadIdx.x - kMultipliers) / 32);
+    const bool first_lane = threadIdx.x % 32 == 0;
+    if (role == Role::kWeights && first_lane) load_weights(args, maps, shared, ring);
+    if (role == Role::kRows && first_lane) load_rows(args, maps, shared, ring);
+    if (role == Role::kScales) load_scales(args, shared, ring);
+    if (role == Role::kClaims && first_lane) claim_tiles(args, shared);
+    return;
+  }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMathRegisters));
+  Tiles tiles(shared, shared.claimed);
+  while (true) {
+    const Tile& tile = tiles.next();
+    if (tile.expert == kNoTile) return;
+    multiply_tile(args, tile, shared, ring);
+    tiles.done_as_warp();
+  }
+#endif
+}
+
+// In front of the kernel. Where its last block clears them instead, few rows take longer.
+__global__ void clear_counters(const __grid_constant__ FewRowsArgs args) {
+  wait_for_predecessor();
+  let_successor_start();
+  const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i < args.num_counters) args.counters[i] = 0;
+}
+
+cudaError_t describe_all(const FewRowsArgs& args, Maps& maps) {
+  const int64_t e = args.segments.num_local_experts;
+  // Gates, and ups behind them: F lines further on, or one where they lie by turns.
+  auto* gates = static_cast<const uint8_t*>(args.gate_up_e2FD);
+  const int64_t to_ups = (args.interleaved ? 1 : args.F) * args.D;
+  const Strides strides = {(args.interleaved ? 2 : 1) * args.D, 2 * args.F * args.D};
+  for (auto* map : {&maps.gates, &maps.ups}) {
+    const uint8_t* at = gates + (map == &maps.ups ? to_ups : 0);
+    if (cudaError_t error = describe(*map, at, args.D, args.F, e, strides, kBoxRows, 1))
+      return error;
+  }
+  if (cudaError_t error = describe(maps.down, args.down_eDF, args.F, args.D, e, kBoxRows, 1))
+    return error;
+  if (cudaError_t error = describe(maps.rows, args.rows_ND, args.D, args.N, 1, kTokenStep, 1))
+    return error;
+  return describe(maps.h, args.h_NF, args.F, args.N, 1, kTokenStep, 1);
+}
+
+}  // namespace
+
+cudaError_t fused_experts(const FewRowsArgs& args, cudaStream_t stream) {
+  constexpr int kThreadsToClear = 256;
+  if (args.N == 0 || args.segments.num_local_experts == 0) return cudaSuccess;
+  Device device;
+  if (cudaError_t error = current_device(device)) return error;
+  if (device.major != 9) return cudaErrorNoKernelImageForDevice;  // nothing was compiled for sm_90a
+  Maps maps;
+  if (cudaError_t error = describe_all(args, maps)) return error;
+  if (cudaError_t error = launch(clear_counters, ceil_div(args.num_counters, kThreadsToClear),
+                                 kThreadsToClear, 0, stream, args))
+    return error;
+  return launch(fused_experts_kernel, device.multiprocessors, kThreads,
+                Shared::bytes(args.segments.num_local_experts), stream, args, maps);
+}
+
+}  // namespace epmoe::cuda

@@ -1,0 +1,111 @@
+// The tiles of a launch, in one order: those of h of all experts, then those of outputs. Blocks
+// claim them from a counter in memory, so that faster blocks take more.
+//
+// Claims are in order, and a block works in order. So the first tile that is not finished belongs
+// to a running block, and it waits for tiles before it alone, which are finished. No block waits
+// for one that has not begun, whatever else the GPU runs.
+#pragma once
+#include "cuda/device/scan.cuh"
+#include "cuda/hopper/fused_experts/shape.cuh"
+#include "cuda/local/real_rows.cuh"
+
+namespace epmoe::cuda::fused {
+
+// args.counters: claims, then for each tile of rows how many tiles of its h are written.
+constexpr int kClaims = 0;
+constexpr int kWritten = 1;
+
+__device__ __forceinline__ int32_t ceil_of(int32_t a, int32_t b) { return a ? (a - 1) / b + 1 : 0; }
+
+// The first warp counts tiles of rows before each expert. Segments that overlap could have more of
+// them than there are counters.
+__device__ __forceinline__ void count_parts(const FewRowsArgs& args, int32_t* first) {
+  const int32_t e = args.segments.num_local_experts;
+  const auto most = static_cast<int32_t>(args.num_counters - kWritten);
+  const int32_t lane = threadIdx.x;
+  int32_t before = 0;
+  for (int32_t i = lane; i - lane < e; i += 32) {
+    int32_t parts = 0;
+    if (i < e) parts = min(ceil_of(rows_of_expert(args.segments, args.N, i).count, kTokens), most);
+    const int32_t through = warp_inclusive_sum(parts);
+    if (i < e) first[i] = min(before + through - parts, most);
+    before = min(before + __shfl_sync(kAllLanes, through, 31), most);
+  }
+  if (lane == 0) first[e] = before;
+}
+
+// The tile of a number. Tiles of the same weights follow one another.
+__device__ __forceinline__ Tile tile_of(const FewRowsArgs& args, const int32_t* first,
+                                        int32_t number) {
+  const int32_t e = args.segments.num_local_experts;
+  const auto D = static_cast<int32_t>(args.D);
+  const auto F = static_cast<int32_t>(args.F);
+  const int32_t tiles_of_h = first[e] * (F / kHColumns);
+  const bool down = number >= tiles_of_h;
+  if (down) number -= tiles_of_h;
+  const int32_t columns = down ? kOutputs : kHColumns;
+  const int32_t across = ceil_of(down ? D : F, columns);
+  const int32_t part = number / across;
+  if (part >= first[e]) return {.expert = kNoTile};
+  const int32_t expert = segment_at(first, e, part);
+  const int32_t in_expert = number - first[expert] * across;
+  const int32_t parts = first[expert + 1] - first[expert];
+  // Tiles of an expert that has too many rows for one have as many each.
+  const SegmentRows rows = rows_of_expert(args.segments, args.N, expert);
+  const int32_t each = ceil_of(rows.count, ceil_of(rows.count, kTokens));
+  const int32_t step = ceil_of(each, kTokenStep) * kTokenStep;
+  const int32_t before = in_expert % parts * step;
+  const int32_t count = min(rows.count - before, step);
+  return {.expert = expert,
+          .row = rows.begin + before,
+          .count = count,
+          .width = ceil_of(count, kTokenStep) * kTokenStep,
+          .column = in_expert / parts * columns,
+          .part = first[expert] + in_expert % parts,
+          .steps = (down ? F : D) / static_cast<int32_t>(kScaleBlock),
+          .down = down};
+}
+
+// One thread claims tiles for its block until there is none. It claims the next one when the loader
+// of weights nears the end of its last one: a tile that is claimed early may wait behind a long
+// one.
+__device__ __forceinline__ void claim_tiles(const FewRowsArgs& args, Shared& shared) {
+  for (int32_t turn = 0;; ++turn) {
+    const int32_t place = turn % kQueue;
+    if (turn) wait_mbarrier(&shared.wanted, (turn - 1) & 1);
+    if (turn >= kQueue) wait_mbarrier(&shared.done[place], (turn / kQueue - 1) & 1);
+    const Tile tile = tile_of(args, shared.first, atomicAdd(&args.counters[kClaims], 1));
+    shared.queue[place] = tile;
+    arrive(&shared.claimed[place]);
+    if (tile.expert == kNoTile) return;
+  }
+}
+
+// The tiles of this block in turn, as another role uses them.
+class Tiles {
+ public:
+  // `told` are the mbarriers of the places that it waits for.
+  __device__ __forceinline__ Tiles(Shared& shared, uint64_t* told) : shared_(shared), told_(told) {}
+
+  __device__ __forceinline__ int32_t place() const { return turn_ % kQueue; }
+  // Waits for the next tile, which keeps its place until its users are done.
+  __device__ __forceinline__ const Tile& next() const {
+    wait_mbarrier(&told_[place()], turn_ / kQueue & 1);
+    return shared_.queue[place()];
+  }
+  // One thread of each user says that it is done.
+  __device__ __forceinline__ void done() { arrive(&shared_.done[turn_++ % kQueue]); }
+  // The same for a warp.
+  __device__ __forceinline__ void done_as_warp() {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(&shared_.done[place()]);
+    ++turn_;
+  }
+
+ private:
+  Shared& shared_;
+  uint64_t* told_;
+  int32_t turn_ = 0;
+};
+
+}  // namespace epmoe::cuda::fused

@@ -1,0 +1,193 @@
+// The roles that load the stages of a tile, some steps along k ahead of the product: one thread
+// loads weights, and waits for nothing but room; one loads rows, or h once it is written; and a
+// warp loads all scales.
+#pragma once
+#include "cuda/hopper/fused_experts/claims.cuh"
+
+namespace epmoe::cuda::fused {
+
+// Steps before its end at which a tile's loader wants the next tile: a claim takes as long.
+constexpr int kWantedBefore = 4;
+// A wait for h ends after it. Running blocks compute what it waits for, so it ends long before,
+// unless the GPU or this code is broken. An operator has no status to report, so its outputs are
+// NaN then.
+constexpr uint64_t kLongestNs = 60'000'000'000;
+
+// What TMA reads. Gates and ups are matrices of their own, also where weights have them by turns.
+struct Maps {
+  CUtensorMap gates, ups, down, rows, h;
+};
+
+__device__ __forceinline__ void load_weights(const FewRowsArgs& args, const Maps& maps,
+                                             Shared& shared, Stages ring) {
+  constexpr int kHalf = kBoxRows * kLineBytes;
+  Tiles tiles(shared, shared.claimed);
+  while (true) {
+    const Tile tile = tiles.next();
+    if (tile.expert == kNoTile) return;
+    const CUtensorMap& first = tile.down ? maps.down : maps.gates;
+    const CUtensorMap& second = tile.down ? maps.down : maps.ups;
+    const int32_t second_row = tile.down ? tile.column + kBoxRows : tile.column;
+    // Half of the last tile of outputs may lie behind the last output.
+    const bool both = !tile.down || second_row < args.D;
+    const int32_t wanted_at = max(tile.steps - kWantedBefore, 0);
+#pragma unroll 1
+    for (int32_t step = 0; step < tile.steps; ++step, ++ring.turn) {
+      if (step == wanted_at) arrive(&shared.wanted);
+      ring.wait_empty();
+      expect_bytes(ring.filled(), both ? 2 * kHalf : kHalf);
+      load_box(first, ring.stage(), ring.filled(), step * kStepBytes, tile.column, tile.expert);
+      if (both)
+        load_box(second, ring.stage() + kHalf, ring.filled(), step * kStepBytes, second_row,
+                 tile.expert);
+    }
+    tiles.done();
+  }
+}
+
+// --- Rows ---
+
+__device__ __forceinline__ int32_t acquire(const int32_t* counter) {
+  int32_t value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+
+// Waits until `wanted` tiles of h are written, and returns whether they were in time. Then this
+// thread's TMA may read h.
+__device__ __forceinline__ bool await_h(const int32_t* written, int32_t wanted) {
+  uint64_t deadline_ns = 0;
+  for (uint32_t tries = 1; acquire(written) < wanted; ++tries) {
+    __nanosleep(20);
+    if (tries % 64) continue;
+    const uint64_t now = now_ns();
+    if (!deadline_ns) deadline_ns = now + kLongestNs;
+    if (now >= deadline_ns) return false;
+  }
+  asm volatile("fence.proxy.async;" ::: "memory");
+  return true;
+}
+
+__device__ __forceinline__ void load_rows(const FewRowsArgs& args, const Maps& maps, Shared& shared,
+                                          Stages ring) {
+  const int32_t tiles_of_h = static_cast<int32_t>(args.F) / kHColumns;
+  Tiles tiles(shared, shared.claimed);
+  while (true) {
+    const Tile& claimed = tiles.next();
+    // After one wait that was too long, none waits.
+    if (claimed.expert != kNoTile && claimed.down && !shared.late)
+      shared.late = !await_h(&args.counters[kWritten + claimed.part], tiles_of_h);
+    arrive(&shared.readable[tiles.place()]);
+    if (claimed.expert == kNoTile) return;
+    const CUtensorMap& map = claimed.down ? maps.h : maps.rows;
+    const int32_t width = claimed.width;
+    const int32_t row = claimed.row;
+    const int32_t end = claimed.steps * kStepBytes;
+#pragma unroll 1
+    for (int32_t k = 0; k < end; k += kStepBytes, ++ring.turn) {
+      ring.wait_empty();
+      expect_bytes(ring.filled(), width * kLineBytes);
+#pragma unroll 1
+      for (int32_t line = 0; line < width; line += kTokenStep)
+        load_box(map, ring.stage() + kWeightBytes + line * kLineBytes, ring.filled(), k, row + line,
+                 0);
+    }
+    tiles.done();
+  }
+}
+
+// --- Scales ---
+
+// Starts to copy a scale into shared memory.
+__device__ __forceinline__ void copy_scale(float* to, const float* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from)
+               : "memory");
+}
+// The thread arrives when the copies that it has started are complete.
+__device__ __forceinline__ void arrive_with_copies(uint64_t* mbarrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(mbarrier))
+               : "memory");
+}
+
+// Scales of a tile as one lane copies them: a number for each step along k of every 32nd row, and
+// of one of the four parts of its weights. What lies behind the rows stays as it is.
+class LaneScales {
+ public:
+  __device__ __forceinline__ LaneScales(const FewRowsArgs& args, const Tile& tile)
+      : lane_(threadIdx.x % 32), count_(tile.count) {
+    const int64_t row_stride = tile.down ? 1 : args.row_scales_stride;
+    const float* of_rows = tile.down ? args.h_scales_BN : args.row_scales_NB;
+    step_ = tile.down ? args.h_scales_stride : 1;
+    next_row_ = 32 * row_stride;
+    of_row_ = of_rows + (tile.row + lane_) * row_stride;
+    of_weights_ = of_weights(args, tile);
+  }
+
+  // Starts to copy those of the next step.
+  __device__ __forceinline__ void copy_next(Shared& shared, int32_t stage) {
+    const float* from = of_row_;
+    float* to = &shared.token_scales[stage][lane_];
+#pragma unroll 1
+    for (int32_t token = lane_; token < count_; token += 32, from += next_row_, to += 32)
+      copy_scale(to, from);
+    if (lane_ < 2 * kGroups)
+      copy_scale(&shared.weight_scales[stage][lane_ / 2][lane_ % 2], of_weights_);
+    of_row_ += step_;
+    ++of_weights_;
+  }
+
+  // Where h has not come in time all sums become NaN, and so do the outputs.
+  __device__ __forceinline__ void spoil(Shared& shared, int32_t stage) const {
+    for (int32_t token = lane_; token < count_; token += 32)
+      shared.token_scales[stage][token] = NAN;
+    if (lane_ < 2 * kGroups) shared.weight_scales[stage][lane_ / 2][lane_ % 2] = NAN;
+  }
+
+ private:
+  // Of the weight rows of warpgroup lane / 2, gates or ups, or either half of its outputs.
+  __device__ __forceinline__ const float* of_weights(const FewRowsArgs& args,
+                                                     const Tile& tile) const {
+    const int32_t group = lane_ / 2 % kGroups;
+    const int32_t D = static_cast<int32_t>(args.D / kScaleBlock);
+    const int32_t F = static_cast<int32_t>(args.F / kScaleBlock);
+    const int32_t block = tile.column / static_cast<int32_t>(kScaleBlock);
+    if (tile.down) {
+      const int64_t row = int64_t{tile.expert} * D + min(block + group, D - 1);
+      return static_cast<const float*>(args.down_scales) + row * F;
+    }
+    // By turns, 64 gates and their ups share a scale.
+    const int32_t in_expert = args.interleaved ? 2 * block + group : block + lane_ % 2 * F;
+    const int64_t row = int64_t{tile.expert} * 2 * F + in_expert;
+    return static_cast<const float*>(args.gate_up_scales) + row * D;
+  }
+
+  int32_t lane_, count_;
+  int64_t step_, next_row_;
+  const float* of_row_;
+  const float* of_weights_;
+};
+
+__device__ __forceinline__ void load_scales(const FewRowsArgs& args, Shared& shared, Stages ring) {
+  Tiles tiles(shared, shared.readable);
+  while (true) {
+    const Tile& tile = tiles.next();
+    if (tile.expert == kNoTile) return;
+    const bool spoilt = tile.down && shared.late;
+    const int32_t end = ring.turn + tile.steps;
+    LaneScales scales(args, tile);
+    tiles.done_as_warp();
+#pragma unroll 1
+    for (; ring.turn < end; ++ring.turn) {
+      ring.wait_empty();
+      if (spoilt) {
+        scales.spoil(shared, ring.turn % kStages);
+        arrive(ring.filled());
+      } else {
+        scales.copy_next(shared, ring.turn % kStages);
+        arrive_with_copies(ring.filled());
+      }
+    }
+  }
+}
+
+}  // namespace epmoe::cuda::fused

@@ -1,0 +1,112 @@
+// What the roles of the experts in one kernel share: the sizes of a tile, and the shared memory of
+// a block.
+#pragma once
+#include "args.h"
+#include "cuda/hopper/ring.cuh"
+
+namespace epmoe::cuda::fused {
+
+// --- A tile ---
+
+// Weight rows of a tile: 128 gates and their ups, or 256 outputs.
+constexpr int kWeightRows = 256;
+// Columns of h in a tile: those that share a scale.
+constexpr int kHColumns = static_cast<int>(kScaleBlock);
+// Outputs in a tile.
+constexpr int kOutputs = kWeightRows;
+// Rows of an expert in a tile, at most. More leave no registers: two sums of a thread, of half as
+// many columns each, and the sums of one block of k.
+constexpr int kTokens = static_cast<int>(kFusedTokens);
+// A tile's rows are rounded up to a multiple of it, which is also the lines of a box.
+constexpr int kTokenStep = 16;
+// Weight rows in a box.
+constexpr int kBoxRows = 128;
+// Bytes along k in a step: the values that share a scale.
+constexpr int kStepBytes = static_cast<int>(kScaleBlock);
+static_assert(kStepBytes == kLineBytes);
+
+// --- The block ---
+
+// Warpgroups that multiply, each 128 of the weight rows.
+constexpr int kGroups = 2;
+constexpr int kMultipliers = kGroups * kWarpgroup;
+// The last warpgroup loads, one role a warp.
+constexpr int kThreads = kMultipliers + kWarpgroup;
+enum class Role { kWeights, kRows, kScales, kClaims };
+// Registers of a thread that loads, and of one that multiplies: together all that a block gets.
+constexpr int kLoadRegisters = 40;
+constexpr int kMathRegisters = 232;
+static_assert(kLoadRegisters + kGroups * kMathRegisters <= 3 * 168);
+
+// --- Shared memory ---
+
+constexpr int kStages = 4;
+constexpr int kWeightBytes = kWeightRows * kLineBytes;
+constexpr int kStageBytes = kWeightBytes + kTokens * kLineBytes;
+using Stages = Ring<kStages, kStageBytes>;
+// Who fills a stage: the thread that loads weights, the one that loads rows, and each lane of the
+// warp that loads scales.
+constexpr int kFilling = 1 + 1 + 32;
+constexpr int kEmptying = kMultipliers / 32;
+// Places for tiles on their way from the warp that claims. One keeps its place while it is
+// multiplied, since warps that multiply have no registers for it.
+constexpr int kQueue = 4;
+// Who uses a tile: three warps that load, and those that multiply.
+constexpr int kUsers = 3 + kMultipliers / 32;
+
+struct Tile {
+  int32_t expert;  // kNoTile behind the last tile
+  int32_t row;     // the first
+  int32_t count;   // of rows
+  int32_t width;   // the same, rounded up
+  int32_t column;  // the first of h, or of outputs
+  int32_t part;    // the number of its rows' tile among all experts'
+  int32_t steps;   // along k
+  bool down;       // outputs, else h
+};
+constexpr int32_t kNoTile = -1;
+
+// How a token's values of h are divided by their scale, as to_fp8() divides them: both by a power
+// of two first, where the scale is small.
+struct alignas(16) Division {
+  float scale, inverse, power;
+
+  static __device__ __forceinline__ Division by(float scale) {
+    constexpr float kSmall = 0x1p-64f;
+    const float power = scale < kSmall ? 1.0f / kSmall : 1.0f;
+    return {scale * power, 1.0f / (scale * power), power};
+  }
+};
+
+struct Shared {
+  char stages[kStages][kStageBytes];
+  // h of a tile, or outputs of both warpgroups, on their way out; before, the largest values.
+  union {
+    char leaving[kTokens * kLineBytes];
+    float largest[kMultipliers / 32][kTokens];
+  };
+  Division division[kTokens];
+  // Of a stage: scales of rows, and of the weights of each warpgroup's two sums.
+  float token_scales[kStages][kTokens];
+  float weight_scales[kStages][kGroups][2];
+  Tile queue[kQueue];
+  uint64_t mbarriers[2 * kStages];
+  // Of the places of the queue: a tile has been claimed, its rows or its h may be read, and all its
+  // users are done.
+  uint64_t claimed[kQueue];
+  uint64_t readable[kQueue];
+  uint64_t done[kQueue];
+  // The next tile is to be claimed.
+  uint64_t wanted;
+  // This block has waited for h in vain.
+  bool late;
+  // Tiles of rows before each expert, e + 1 of them.
+  int32_t first[];
+
+  static int64_t bytes(int64_t experts) {
+    return static_cast<int64_t>(sizeof(Shared)) +
+           (experts + 1) * static_cast<int64_t>(sizeof(int32_t));
+  }
+};
+
+}  // namespace epmoe::cuda::fused

@@ -13,8 +13,8 @@ T = 64
 D = 64
 
 # A step has at most so many. Each more costs a host some microseconds in every layer.
-MOST_OF_A_STEP = {"exact": 70, 256: 61}
-MOST_OF_A_SERVING_CALL = 20
+MOST_OF_A_STEP = {"exact": 61, 256: 52}
+MOST_OF_A_SERVING_CALL = 19
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ of all windows.
 from __future__ import annotations
 
 from collections import defaultdict
-from ctypes import Structure
 from typing import NamedTuple
 
 import torch
@@ -32,6 +31,17 @@ class Multiplied(NamedTuple):
     """
 
 
+class Way(NamedTuple):
+    """What a round of training does with weights."""
+
+    adds_only: bool
+    """combine adds without weights"""
+    returns_values: bool
+    """combine brings a value of each pair back"""
+    keeps_zeros: bool = True
+    """pairs of weight 0 have a row, too, since their weight has a gradient"""
+
+
 class CallerRows(NamedTuple):
     """Where a round of training puts its rows: memory of the caller's, and what combine does with
     their weights.
@@ -49,12 +59,7 @@ class CallerRows(NamedTuple):
     """fp32 [N], for the weight of each pair's row; zeros past the last segment where `rows` are
     given
     """
-    keeps_zeros: bool
-    """pairs of weight 0 have a row, too"""
-    adds_only: bool
-    """combine adds without weights"""
-    returns_values: bool
-    """combine brings a value of each pair back"""
+    way: Way
     wire: WireFormat
     """in which rows travel and arrive: a row of `rows` has its `row_items`"""
     multiplies: Multiplied | None
@@ -84,7 +89,11 @@ class Descriptors:
         self._zero_gaps = zero_gaps
         self._plan = plan
         self._windows = windows
+        self._rows_in_window = plan["rows"].region == "window"
         self._made: dict[tuple[bool, ...], Tensor] = {}
+        self._of_training: dict[tuple[object, ...], Tensor] = {}
+        self._plan_type = struct("ExchangePlan")
+        self._type = struct("ExchangeDescriptor")
 
     def any(self) -> Tensor:
         """One of those that calls have had."""
@@ -121,30 +130,24 @@ class Descriptors:
         `into` must live until the round is closed. `scratch` is the address of this rank's scratch,
         and `num_sms` the most multiprocessors of a kernel.
         """
-        made = descriptor.clone()
-        plan = struct("ExchangePlan").from_address(made.data_ptr())
-        fields = _fields(made)
+        rows = into.rows
+        key = (descriptor.data_ptr(), into.way, rows is not None, num_sms)
+        prepared = self._of_training.get(key)
+        if prepared is None:
+            prepared = self._prepared(descriptor, into.way, rows is not None, num_sms)
+            self._of_training[key] = prepared
+        made = prepared.clone()
+        address = made.data_ptr()
+        plan = self._plan_type.from_address(address)
+        fields = self._type.from_address(address)
 
         # Where rows go: offsets from the start of the region in which the plan has the buffer.
-        if into.rows is not None:
-            region = scratch
-            if self._plan["rows"].region == "window":
-                region = self._windows[plan.rank]
-            plan.rows = into.rows.data_ptr() - region
-            plan.max_rows = len(into.rows)
+        if rows is not None:
+            region = self._windows[plan.rank] if self._rows_in_window else scratch
+            plan.rows = rows.data_ptr() - region
+            plan.max_rows = rows.shape[0]
         plan.expert_offsets = into.expert_offsets.data_ptr() - scratch
         plan.tokens_per_expert = into.tokens_per_expert.data_ptr() - scratch
-        plan.num_sms = min(plan.num_sms, num_sms)
-        plan.small_alignment = plan.alignment  # as `Routed` has it
-        fields.zero_gaps = plan.alignment > 1  # gradients of weights read gaps
-
-        # What happens to rows and their weights.
-        fields.to_caller = True
-        fields.keeps_zeros = into.keeps_zeros
-        fields.adds_only = into.adds_only
-        fields.returns_values = into.returns_values
-        fields.zero_tail = into.rows is not None
-        fields.row_weights = 0
         if into.row_weights is not None:
             fields.row_weights = into.row_weights.data_ptr()
         if into.multiplies is not None:
@@ -154,16 +157,26 @@ class Descriptors:
             fields.products = products.data_ptr()
         return made
 
+    def _prepared(self, descriptor: Tensor, way: Way, has_rows: bool, num_sms: int) -> Tensor:
+        """What rounds of training that do the same with weights have in common."""
+        made = descriptor.clone()
+        plan = self._plan_type.from_address(made.data_ptr())
+        fields = self._type.from_address(made.data_ptr())
+        plan.num_sms = min(plan.num_sms, num_sms)
+        plan.small_alignment = plan.alignment  # as `Routed` has it
+        fields.zero_gaps = plan.alignment > 1  # gradients of weights read gaps
+        fields.to_caller = True
+        fields.keeps_zeros = way.keeps_zeros
+        fields.adds_only = way.adds_only
+        fields.returns_values = way.returns_values
+        fields.zero_tail = has_rows
+        fields.row_weights = 0
+        return made
 
-def returning(descriptor: Tensor, row_values: Tensor, pair_values: Tensor) -> Tensor:
-    """The descriptor of a combine that also brings values back: `row_values` fp32 [N] to
-    `pair_values` fp32 [T, K].
-    """
-    made = descriptor.clone()
-    _fields(made).row_values = row_values.data_ptr()
-    _fields(made).pair_values = pair_values.data_ptr()
-    return made
-
-
-def _fields(descriptor: Tensor) -> Structure:
-    return struct("ExchangeDescriptor").from_address(descriptor.data_ptr())
+    def return_values(self, descriptor: Tensor, row_values: Tensor, pair_values: Tensor) -> None:
+        """Let a combine by a descriptor `for_training` bring values back, too: `row_values` fp32
+        [N] to `pair_values` fp32 [T, K].
+        """
+        fields = self._type.from_address(descriptor.data_ptr())
+        fields.row_values = row_values.data_ptr()
+        fields.pair_values = pair_values.data_ptr()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from epmoe.local.gemm.gemm import bias_of_rows
-from epmoe.local.gemm.gradients import bias_gradients, train_gemm, train_gemm_weights
+from epmoe.local.gemm.gradients import bias_gradients, product, product_for_weights
 from epmoe.native import ops
 from epmoe.native.named import named
 
@@ -86,16 +86,17 @@ def experts_forward(
     activation. Outputs past the last segment are undefined.
     """
     offsets = segments.offsets
-    gate_up = train_gemm.direct(rows, weights.gate_up, offsets, gemm)
+    ends = offsets[1:]
+    gate_up = product(rows, weights.gate_up, ends, gemm)
     # A rank without experts has nothing to activate.
-    if not len(weights.down):
-        return train_gemm.direct(gate_up, weights.down, offsets, gemm), gate_up
+    if not weights.down.shape[0]:
+        return product(gate_up, weights.down, ends, gemm), gate_up
     bias = None if weights.gate_up_bias is None else weights.gate_up_bias.contiguous()
     _, tokens, *gating = segments
     activated, _ = ops.gated_activation(gate_up, offsets, tokens, bias, *gating, False)
-    out = train_gemm.direct(activated, weights.down, offsets, gemm)
+    out = product(activated, weights.down, ends, gemm)
     if weights.down_bias is not None:
-        out += bias_of_rows(weights.down_bias, offsets[1:], len(rows))
+        out += bias_of_rows(weights.down_bias, ends, len(rows))
     return out, gate_up
 
 
@@ -107,13 +108,14 @@ def experts_backward(
     `grad` [N, D] is that of outputs times `row_weights`. Gradients of rows and of their weights are
     undefined past the last segment.
     """
-    N = len(grad)
+    N = grad.shape[0]
     offsets = segments.offsets
+    ends = offsets[1:]
     gate_up = kept.gate_up
     row_weights = kept.row_weights
     found = dict[str, Tensor]()
     if kept.gate_up_bias is not None and len(kept.gate_up_bias):
-        gate_up = gate_up + bias_of_rows(kept.gate_up_bias, offsets[1:], N)
+        gate_up = gate_up + bias_of_rows(kept.gate_up_bias, ends, N)
 
     # Of the bias behind the second product, and of its weights where nothing in front is asked for.
     if needs.down_bias:
@@ -121,20 +123,20 @@ def experts_backward(
     if kept.w_down is None:
         if needs.down:
             weighted = ops.weighted_gates(gate_up, row_weights, *segments)
-            found["down"] = train_gemm_weights.direct(grad, weighted, offsets, gemm)
+            found["down"] = product_for_weights(grad, weighted, ends, gemm)
         return found
 
     # Of the activation, with the weights of the rows. The inputs of the second product come out of
     # it once more: [N, F] that nobody has kept.
-    grad_activated = train_gemm.direct(grad, kept.w_down.transpose(1, 2), offsets, gemm)
+    grad_activated = product(grad, kept.w_down.transpose(1, 2), ends, gemm)
     grad_gate_up, grad_weights, weighted = ops.weighted_gates_backward(
         grad_activated, gate_up, row_weights, *segments, needs.down
     )
     if needs.down:
-        found["down"] = train_gemm_weights.direct(grad, weighted, offsets, gemm)
+        found["down"] = product_for_weights(grad, weighted, ends, gemm)
     if needs.row_weights:
         if kept.down_bias is not None and len(kept.down_bias):
-            of_bias = bias_of_rows(kept.down_bias, offsets[1:], N)
+            of_bias = bias_of_rows(kept.down_bias, ends, N)
             grad_weights += ops.weighted_rows_backward_(
                 of_bias, grad, None, offsets, segments.tokens
             )
@@ -143,9 +145,9 @@ def experts_backward(
     # Of the first product.
     if needs.rows and kept.w_gate_up is not None:
         transposed = kept.w_gate_up.transpose(1, 2)
-        found["rows"] = train_gemm.direct(grad_gate_up, transposed, offsets, gemm)
+        found["rows"] = product(grad_gate_up, transposed, ends, gemm)
     if needs.gate_up and kept.rows is not None:
-        found["gate_up"] = train_gemm_weights.direct(grad_gate_up, kept.rows, offsets, gemm)
+        found["gate_up"] = product_for_weights(grad_gate_up, kept.rows, ends, gemm)
     if needs.gate_up_bias:
         found["gate_up_bias"] = bias_gradients(grad_gate_up, None, offsets, gemm)
     return found

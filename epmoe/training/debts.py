@@ -26,13 +26,16 @@ from epmoe.native.opaque import Registry
 from epmoe.service import ExpertParallel
 from epmoe.training.rounds import BACKWARD, Rounds
 
+ERRORS_OF_ALL = (EPAbortedError, EPMismatchError, EPTimeoutError)
+"""Errors of a round that all its ranks get: nobody owes the others a round any more."""
+
 
 class Debt(NamedTuple):
     """The backward round that combine's node of a graph opens."""
 
     order: int  # of the forward round, among all
     shape: RoundShape
-    tag: Tensor  # in host memory, one element
+    tag: Tensor | int  # a tensor is in host memory, of one element
 
 
 @dataclass(eq=False)
@@ -41,6 +44,10 @@ class _Pass:
 
     due: dict[int, Debt]  # by their order, the rounds that have not begun
     round: int = -1  # the number of the last one that has
+
+    def has_opened(self, directions: Directions) -> None:
+        """It has opened its round."""
+        self.round = directions.backward.exchange.rounds.count
 
 
 class Directions:
@@ -76,25 +83,28 @@ class Directions:
         """
         return _Numbering(self)
 
+    def last_number(self) -> int:
+        """The number of the last forward round, by which its backward round is tagged."""
+        return self.backward.exchange.rounds.trained & constant("kMaxTag")
+
     def new_link(self) -> Tensor:
-        """fp32 [1] in host memory: the number of the last forward round."""
-        number = self.backward.exchange.rounds.trained & constant("kMaxTag")
-        return torch.full((1,), number, dtype=torch.float32, device="cpu")
+        """fp32 [1] in host memory: `last_number`."""
+        return torch.full((1,), self.last_number(), dtype=torch.float32, device="cpu")
 
 
 class _Numbering(AbstractContextManager[None]):
     """`Directions.numbering`. No generator: the host would take longer."""
 
     def __init__(self, directions: Directions) -> None:
-        self._directions = directions
-        self._before = directions.forward.exchange.rounds.count
+        self._rounds = directions.forward.exchange.rounds
+        self._numbered = directions.backward.exchange.rounds
+        self._before = self._rounds.count
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # On all ranks, of which some may have counted no round, since they serve.
         if kind is not None and issubclass(kind, EPMismatchError):
             return
-        opened = self._directions.forward.exchange.rounds.count - self._before
-        self._directions.backward.exchange.rounds.trained += opened
+        self._numbered.trained += self._rounds.count - self._before
 
 
 class BackwardDebts:
@@ -114,7 +124,7 @@ class BackwardDebts:
             -1,
         )  # the counts of rounds at which the other ranks last knew of an exception
 
-    def add(self, node: object, shape: RoundShape, tag: Tensor) -> int:
+    def add(self, node: object, shape: RoundShape, tag: Tensor | int) -> int:
         """Keep the backward round that a node of a graph opens. Returns its place in the order of
         forward passes.
         """
@@ -131,19 +141,14 @@ class BackwardDebts:
         """Within it a round runs. All ranks get an error of it."""
         return _DroppedByErrors(self, directions)
 
-    def pay(self, directions: Directions, order: int) -> None:
+    def pay(self, directions: Directions, order: int) -> _Pass | None:
         """A backward pass, if one runs, opens the round of the forward round `order` next, or
-        needs none. `has_opened` follows where it has.
+        needs none. `has_opened` of the pass follows where it has.
         """
         running = self._running(directions)
         if running is not None:
             running.due.pop(order, None)
-
-    def has_opened(self, directions: Directions) -> None:
-        """The backward pass has opened its round."""
-        running = self._running(directions)
-        if running is not None:
-            running.round = directions.backward.exchange.rounds.count
+        return running
 
     def _running(self, directions: Directions) -> _Pass | None:
         number = torch._C._current_graph_task_id()
@@ -206,8 +211,7 @@ class _DroppedByErrors(AbstractContextManager[None]):
         self._directions = directions
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        of_round = (EPAbortedError, EPMismatchError, EPTimeoutError)
-        if kind is not None and issubclass(kind, of_round):
+        if kind is not None and issubclass(kind, ERRORS_OF_ALL):
             self._debts.drop(self._directions)
 
 

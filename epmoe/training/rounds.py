@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from epmoe.exchange.call import Call
-from epmoe.exchange.descriptors import CallerRows, Multiplied, returning
+from epmoe.exchange.descriptors import CallerRows, Multiplied, Way
 from epmoe.exchange.exchange import takes_turn
 from epmoe.exchange.handles import Dispatched, RoundShape
 from epmoe.exchange.node import NodeExchange
@@ -35,14 +35,6 @@ EXACT = -1  # as many rows as there are, which the host reads
 _SHARE = (
     3 / 4
 )  # of the multiprocessors: the rest is for kernels of NCCL that run during a round of training
-
-
-class Way(NamedTuple):
-    """What a round does with weights."""
-
-    adds_only: bool  # it adds without weights
-    returns_values: bool  # it brings a value of each pair back
-    keeps_zeros: bool = True  # pairs of weight 0 have a row, since their weight has a gradient
 
 
 FORWARD = Way(adds_only=False, returns_values=False)
@@ -93,44 +85,71 @@ class Rounds:
         arrive as products with their weights: see `TrainingRows`.
         """
         exchange = self.exchange
+        before = exchange.rounds.count
+        try:
+            return self._out(exchange, call, num_rows, way, outputs)
+        except BaseException:
+            exchange.give_up(before)
+            raise
+
+    def _out(
+        self,
+        exchange: NodeExchange,
+        call: Call,
+        num_rows: int,
+        way: Way,
+        outputs: Tensor | None,
+    ) -> TrainingRows:
+        """`out`, whose exception leaves the round open."""
+        # Memory for what arrives.
         x = call.x
-        e = self.ep.num_local_experts
-        N = exchange.plan.sizes["max_rows"] if num_rows == EXACT else num_rows
-        width = self._wire.row_items(x.shape[1], x.dtype)
-        dtype = self._wire.dtype_of(x.dtype)
+        sizes = exchange.plan.sizes
+        is_exact = num_rows == EXACT
+        N = sizes["max_rows"] if is_exact else num_rows
+        e = sizes["num_local_experts"]
+        rows = None
+        if not is_exact:
+            rows = x.new_empty(self._shape_of_rows(N, x), dtype=self._wire.element)
+        offsets = x.new_empty(e + 1, dtype=torch.int32)
+        tokens = x.new_empty(e, dtype=torch.int32)
+        row_weights = None
+        if not way.returns_values:
+            row_weights = x.new_empty(N, dtype=torch.float32)
+        multiplies = None
+        if outputs is not None:
+            multiplies = self._multiplied(exchange, x, outputs)
         into = CallerRows(
-            rows=None if num_rows == EXACT else x.new_empty(N, width, dtype=dtype),
-            expert_offsets=x.new_empty(e + 1, dtype=torch.int32),
-            tokens_per_expert=x.new_empty(e, dtype=torch.int32),
-            row_weights=None if way.returns_values else x.new_empty(N, dtype=torch.float32),
-            **way._asdict(),
-            wire=self._wire,
-            multiplies=None if outputs is None else self._multiplied(x, outputs),
-        )
-        with exchange.giving_up():
-            rows = _dispatch(exchange, call, into, self._num_sms)
-            row_weights = into.row_weights
-            if num_rows == EXACT:
-                N = int(into.expert_offsets[-1])
-                rows = rows[:N]
-                row_weights = None if row_weights is None else row_weights[:N].clone()
-            if self._wire.packed:
-                rows = ops.unpack_fp8(rows, x, into.expert_offsets)
-                if num_rows != EXACT:
-                    zero_tail_(rows, into.expert_offsets)
-            elif num_rows == EXACT:
-                rows = rows.clone()
-        products = None if into.multiplies is None else into.multiplies.products.sum(1)
-        return TrainingRows(
-            rows, into.expert_offsets, into.tokens_per_expert, row_weights, products
+            rows, offsets, tokens, row_weights, way, wire=self._wire, multiplies=multiplies
         )
 
-    def _multiplied(self, x: Tensor, outputs: Tensor) -> Multiplied | None:
+        rows = _dispatch(exchange, call, into, self._num_sms)
+        if is_exact:
+            N = int(offsets[-1])
+            rows = rows[:N]
+            if row_weights is not None:
+                row_weights = row_weights[:N].clone()
+        if self._wire.packed:
+            rows = ops.unpack_fp8(rows, x, offsets)
+            if not is_exact:
+                zero_tail_(rows, offsets)
+        elif is_exact:
+            rows = rows.clone()
+        products = None if multiplies is None else multiplies.products.sum(1)
+        return TrainingRows(rows, offsets, tokens, row_weights, products)
+
+    def _shape_of_rows(self, N: int, x: Tensor) -> tuple[int, int]:
+        """Of N rows of tokens x, as they travel."""
+        D = x.shape[1]
+        if self._wire.packed:
+            return N, self._wire.row_items(D, x.dtype)
+        return N, D
+
+    def _multiplied(self, exchange: NodeExchange, x: Tensor, outputs: Tensor) -> Multiplied | None:
         """The outputs with which dispatch of tokens `x` multiplies its rows. None where a pass over
         the rows has to do it later: a call by the LL protocol is too short to gain, and only
         kernels on GPUs multiply.
         """
-        few = x.shape[0] <= self.exchange.plan.sizes["ll_max_tokens"]
+        few = x.shape[0] <= exchange.plan.sizes["ll_max_tokens"]
         row_bytes, stride = (each * x.itemsize for each in (x.shape[1], outputs.stride(0)))
         if (
             few
@@ -154,33 +173,36 @@ class Rounds:
 
     def back(self, rows: Tensor) -> Tensor:
         """Combine in the open round: rows [N, D] → y [T, D]."""
-        return self.exchange.combine("expert", rows, self._open("combine"), None)
+        exchange = self.exchange
+        return exchange.combine("expert", rows, _open(exchange, "combine"), None)
 
     def back_with_values(self, rows: Tensor, row_values: Tensor) -> tuple[Tensor, Tensor]:
         """Combine in the open round, with values fp32 [N], contiguous → y [T, D] and the value of
         each pair, fp32 [T, K], 0 where it has no row.
         """
-        dispatched = self._open("the backward pass of dispatch")
+        exchange = self.exchange
+        dispatched = _open(exchange, "the backward pass of dispatch")
         sent = dispatched.sent
         T = sent.num_tokens
         K = sent.template.shape.top_k
         pair_values = row_values.new_empty(max(T * K, 1))  # an empty tensor has no address
-        if not len(row_values):
+        if not row_values.shape[0]:
             row_values = row_values.new_empty(1)
         assert sent.descriptor is not None
-        sent.descriptor = returning(sent.descriptor, row_values, pair_values)
-        return self.exchange.combine("expert", rows, dispatched, None), pair_values[: T * K].view(
-            T, K
-        )
+        exchange.descriptors.return_values(sent.descriptor, row_values, pair_values)
+        y = exchange.combine("expert", rows, dispatched, None)
+        return y, pair_values[: T * K].view(T, K)
 
-    def _open(self, call: str) -> Dispatched:
-        rounds = self.exchange.rounds
-        handle = rounds.handle
-        if rounds.state != DISPATCHED or not isinstance(handle, Dispatched):
-            raise EPStateError(
-                f"{call} needs an open round, but none is open: it was aborted or belongs elsewhere"
-            )
-        return handle
+
+def _open(exchange: NodeExchange, call: str) -> Dispatched:
+    """The handle of the open round, which `call` closes."""
+    rounds = exchange.rounds
+    handle = rounds.handle
+    if rounds.state != DISPATCHED or not isinstance(handle, Dispatched):
+        raise EPStateError(
+            f"{call} needs an open round, but none is open: it was aborted or belongs elsewhere"
+        )
+    return handle
 
 
 @takes_turn

@@ -163,7 +163,11 @@ class Gemm(ABC):
         """
         raise NotImplementedError
 
-    def multiply_for_weights(self, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+    def multiply_plain(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        """`multiply` of rows and weights in one dtype without scales, whatever the segments are."""
+        return self.multiply((rows, None), (weights, None), ends, alignment=1)
+
+    def multiply_for_weights(self, grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
         """grad [N, n]ᵀ · rows [N, k] → [e, n, k], by expert; 0 for an expert without rows. See
         `trains`.
         """

@@ -65,8 +65,12 @@ class Hopper(Gemm):
             product = ops.hopper_gemm_mxfp4(plain, values, _whole(scales), ends)
         return product
 
-    def multiply_for_weights(self, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
-        gradient: Tensor = ops.hopper_gemm_weights(_whole(grad), _whole(rows), offsets[1:])
+    def multiply_plain(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        product: Tensor = ops.hopper_gemm(_whole(rows), weights, ends)
+        return product
+
+    def multiply_for_weights(self, grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+        gradient: Tensor = ops.hopper_gemm_weights(_whole(grad), _whole(rows), ends)
         return gradient
 
 
@@ -77,7 +81,7 @@ def _is_whole(tensor: Tensor) -> bool:
 
 def _whole(tensor: Tensor) -> Tensor:
     """The tensor, or a copy that TMA can read."""
-    if _is_whole(tensor):
+    if tensor.is_contiguous() and tensor.data_ptr() % _BYTES == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 

@@ -53,5 +53,8 @@ class TorchGrouped(Gemm):
         plain = plain_weights(weights)
         return F.grouped_mm(plain_rows(rows, plain.dtype), plain.transpose(1, 2), offs=ends)
 
-    def multiply_for_weights(self, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
-        return F.grouped_mm(grad.t(), rows, offs=offsets[1:])
+    def multiply_plain(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+
+    def multiply_for_weights(self, grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+        return F.grouped_mm(grad.t(), rows, offs=ends)

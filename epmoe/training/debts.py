@@ -10,10 +10,11 @@ part in all rounds of the pass.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -170,13 +171,18 @@ class BackwardDebts:
 
         def ended() -> None:
             running.due.clear()
-            if directions.backward.exchange.rounds.state == CLOSED:
-                finish.detach()
-            else:  # nobody asked for the gradients of its tokens
-                finish()
+            _watched.discard(watch)
+            # Otherwise nobody asked for the gradients of its tokens.
+            if directions.backward.exchange.rounds.state != CLOSED:
+                self._settle(directions, running)
 
-        finish = finalize(ended, self._settle, directions, running)
-        finish.atexit = False
+        def dropped(watch: ref[Callable[[], None]]) -> None:
+            _watched.discard(watch)
+            self._settle(directions, running)
+
+        # As `finalize` does it, which takes the host three times as long.
+        watch = ref(ended, dropped)
+        _watched.add(watch)
         torch.autograd.Variable._execution_engine.queue_callback(ended)
         return running
 
@@ -231,3 +237,5 @@ _directions = Registry[Directions](
 )
 find = _directions.find
 _orders = itertools.count()
+# Of backward passes that run: each sees that the engine drops the callback of its end.
+_watched = set[ref[Any]]()

@@ -12,13 +12,14 @@ of a copy a sum.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from epmoe.exchange.call import Call
-from epmoe.exchange.descriptors import CallerRows, Multiplied, Way
+from epmoe.exchange.descriptors import Way
 from epmoe.exchange.exchange import takes_turn
 from epmoe.exchange.handles import Dispatched, RoundShape
 from epmoe.exchange.node import NodeExchange
@@ -54,6 +55,21 @@ class TrainingRows(NamedTuple):
     products: Tensor | None
     """fp32 [N]: rows have been multiplied by their weights, and these are their products with the
     outputs; or None
+    """
+
+
+class Multiplied(NamedTuple):
+    """Rows that are gradients of weighted outputs: each becomes its product with its weight as it
+    arrives.
+    """
+
+    outputs: Tensor
+    """[N, D], in x's dtype; rows of at most `kMostProductBytes`, which start at multiples of 16
+    bytes
+    """
+    products: Tensor
+    """fp32 [N, `kProductParts`], zeros: a row's parts become the sum of its products with its
+    outputs
     """
 
 
@@ -101,48 +117,27 @@ class Rounds:
         outputs: Tensor | None,
     ) -> TrainingRows:
         """`out`, whose exception leaves the round open."""
-        # Memory for what arrives.
         x = call.x
-        sizes = exchange.plan.sizes
-        is_exact = num_rows == EXACT
-        N = sizes["max_rows"] if is_exact else num_rows
-        e = sizes["num_local_experts"]
-        rows = None
-        if not is_exact:
-            rows = x.new_empty(self._shape_of_rows(N, x), dtype=self._wire.element)
-        offsets = x.new_empty(e + 1, dtype=torch.int32)
-        tokens = x.new_empty(e, dtype=torch.int32)
-        row_weights = None
-        if not way.returns_values:
-            row_weights = x.new_empty(N, dtype=torch.float32)
-        multiplies = None
+        multiplied = None
         if outputs is not None:
-            multiplies = self._multiplied(exchange, x, outputs)
-        into = CallerRows(
-            rows, offsets, tokens, row_weights, way, wire=self._wire, multiplies=multiplies
+            multiplied = self._multiplied(exchange, x, outputs)
+        rows, offsets, tokens, weights = _dispatch(
+            exchange, call, num_rows, way, self._wire, multiplied, self._num_sms
         )
-
-        rows = _dispatch(exchange, call, into, self._num_sms)
-        if is_exact:
+        row_weights = None if way.returns_values else weights
+        if num_rows == EXACT:
             N = int(offsets[-1])
             rows = rows[:N]
             if row_weights is not None:
                 row_weights = row_weights[:N].clone()
         if self._wire.packed:
             rows = ops.unpack_fp8(rows, x, offsets)
-            if not is_exact:
+            if num_rows != EXACT:
                 zero_tail_(rows, offsets)
-        elif is_exact:
+        elif num_rows == EXACT:
             rows = rows.clone()
-        products = None if multiplies is None else multiplies.products.sum(1)
+        products = None if multiplied is None else multiplied.products.sum(1)
         return TrainingRows(rows, offsets, tokens, row_weights, products)
-
-    def _shape_of_rows(self, N: int, x: Tensor) -> tuple[int, int]:
-        """Of N rows of tokens x, as they travel."""
-        D = x.shape[1]
-        if self._wire.packed:
-            return N, self._wire.row_items(D, x.dtype)
-        return N, D
 
     def _multiplied(self, exchange: NodeExchange, x: Tensor, outputs: Tensor) -> Multiplied | None:
         """The outputs with which dispatch of tokens `x` multiplies its rows. None where a pass over
@@ -206,32 +201,41 @@ def _open(exchange: NodeExchange, call: str) -> Dispatched:
 
 
 @takes_turn
-def _dispatch(exchange: NodeExchange, call: Call, into: CallerRows, num_sms: int) -> Tensor:
-    """Expert-major rows in memory of the caller's, which outlives the round, or else in the window.
-    The open round has the offsets and counts of `into`. A kernel uses at most `num_sms`
-    multiprocessors.
+def _dispatch(
+    exchange: NodeExchange,
+    call: Call,
+    num_rows: int,
+    way: Way,
+    wire: WireFormat,
+    multiplied: Multiplied | None,
+    num_sms: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Expert-major rows in memory of the caller's, which outlives the round, or else in the window;
+    their offsets and counts, which the open round has, too; and their weights, [0] where values
+    return. A kernel uses at most `num_sms` multiprocessors.
     """
     sent = exchange.opened(call)
     assert sent.descriptor is not None
     exchange.rows_key = "capacity.max_expert_rows, or `num_rows` in training,"
-    scratch = exchange.memory[1].data_ptr()
-    sent.descriptor = exchange.descriptors.for_training(sent.descriptor, into, scratch, num_sms)
-    x, ids, weights, scales, tokens, num_rows, *memory, _ = sent.arguments
-    if into.wire.packed:
-        x = ops.pack_fp8(x, tokens, num_rows)
-    sent.arguments = x, ids, weights, scales, tokens, num_rows, *memory, sent.descriptor
-    exchange.launch(ops.dispatch, sent.arguments, DISPATCHED)
+    x, ids, weights, _, tokens, num_real, *memory, _ = sent.arguments
+    if wire.packed:
+        x = ops.pack_fp8(x, tokens, num_real)
+    prepared = exchange.descriptors.of_training(sent.descriptor, way, num_sms)
+    outputs, products = multiplied or (None, None)
+    arguments = (x, ids, weights, tokens, num_real, *memory, prepared, outputs, products, num_rows)
+
+    def again(found: tuple[Tensor, ...]) -> tuple[OpOverload, tuple[Any, ...]]:
+        """The operator of a round that has its memory, and has not ended."""
+        return ops.dispatch, (x, ids, weights, None, tokens, num_real, *memory, found[-1])
+
+    found = exchange.launch(ops.dispatch_to_caller, arguments, DISPATCHED, again)
+    rows, offsets, counts, row_weights, sent.descriptor = found
     dispatched = exchange.received(sent)
-    dispatched.expert_offsets, dispatched.tokens_per_expert = (
-        into.expert_offsets,
-        into.tokens_per_expert,
-    )
-    rows = into.rows
-    if rows is None:
-        wire = into.wire
+    dispatched.expert_offsets = offsets
+    dispatched.tokens_per_expert = counts
+    if num_rows == EXACT:
         dtype = call.x.dtype
-        rows = rows_as(
-            exchange.views["rows"], wire.dtype_of(dtype), wire.row_items(call.x.shape[1], dtype)
-        )
+        items = wire.row_items(call.x.shape[1], dtype)
+        rows = rows_as(exchange.views["rows"], wire.dtype_of(dtype), items)
     dispatched.rows = rows
-    return rows
+    return rows, offsets, counts, row_weights

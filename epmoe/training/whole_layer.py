@@ -16,15 +16,8 @@ from torch import Tensor
 
 from epmoe.exchange.call import new_call
 from epmoe.local.experts import GroupedExperts, is_called_alone
-from epmoe.local.experts_gradients import (
-    Kept,
-    OfEach,
-    TrainedSegments,
-    TrainedWeights,
-    experts_backward,
-    experts_forward,
-)
-from epmoe.local.gemm.gemm import Gating
+from epmoe.local.experts_gradients import OfEach, experts_backward, experts_forward
+from epmoe.local.gemm.gemm import Gating, Kept, TrainedSegments, TrainedWeights
 from epmoe.local.logits import logits_forward, weight_gradient, x_gradient
 from epmoe.local.recording import Routes
 from epmoe.local.route import Choice

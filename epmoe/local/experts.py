@@ -288,6 +288,11 @@ class GroupedExperts(nn.Module):
         return product_dtype(self.w_down)
 
     @property
+    def wanted(self) -> Literal["auto", "torch", "deep_gemm", "hopper"]:
+        """The argument `gemm`."""
+        return self._wanted
+
+    @property
     def stage(self) -> Stage:
         """The GEMMs. It is another one whenever they may have changed."""
         return self._stage

@@ -81,7 +81,7 @@ SECTIONS = (
     ("h200x2_exchange",),
     ("h100x2_models",),
     ("h200x2_training_layer",),
-    ("h100x2_training",),
+    ("h200x1_training_layer",),
     ("h100x2_transformers",),
     ("h100x2_vllm",),
     ("cpu_exchange",),

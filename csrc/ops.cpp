@@ -1,10 +1,9 @@
 // The local operators: they check and unwrap tensors, and launch. Schemas and fakes are in
 // epmoe/native/ops.py.
-#include <tuple>
+#include "ops.h"
 
 #include "args.h"
 #include "cpu/stages.h"
-#include "unwrap.h"
 
 namespace epmoe {
 namespace {
@@ -166,6 +165,8 @@ std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, const MaybeTensor& num_
 // bytes.
 int64_t padded_columns(int64_t N) { return ceil_div(N, 4) * 4; }
 
+}  // namespace
+
 std::tuple<Tensor, Tensor> gated_activation(const Tensor& gate_up, const Tensor& expert_offsets,
                                             const MaybeTensor& tokens_per_expert,
                                             const MaybeTensor& bias, bool interleaved, double limit,
@@ -202,6 +203,8 @@ std::tuple<Tensor, Tensor> gated_activation(const Tensor& gate_up, const Tensor&
   launch(gate_up, args, cpu::gated_activation, &cuda::Api::gated_activation);
   return {out, scales};
 }
+
+namespace {
 
 Tensor scales_by_block(const Tensor& scales, const Tensor& expert_offsets,
                        const MaybeTensor& tokens_per_expert) {

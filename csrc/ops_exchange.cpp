@@ -1,6 +1,7 @@
 // The operators of the exchange: they check and unwrap tensors, and launch. Schemas and fakes are
 // in epmoe/native/ops.py.
 #include <cstring>
+#include <tuple>
 #include <utility>
 
 #include "cpu/stages.h"
@@ -180,6 +181,53 @@ void combine(const Tensor& y, const MaybeTensor& rows, const Tensor& window, con
   launch_combine(exchange_of(d, window, scratch, y, false), args, y);
 }
 
+// A round of training: dispatch into memory of the caller's, which this operator makes. `prepared`
+// is the descriptor of all such rounds (epmoe/exchange/descriptors.py). With `num_rows` < 0 rows
+// stay in the exchange's buffer, and the first output is empty. `outputs` and `products` are those
+// of DispatchArgs. The last output is the descriptor of this round, for its other operators.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dispatch_to_caller(
+    const Tensor& x, const Tensor& ids, const Tensor& weights, const MaybeTensor& num_tokens,
+    int64_t num_real, const Tensor& window, const Tensor& scratch, const Tensor& prepared,
+    const MaybeTensor& outputs, const MaybeTensor& products, int64_t num_rows) {
+  parsed(prepared);
+  STD_TORCH_CHECK(x.dim() == 2, "x must be [T, D]");
+  Tensor descriptor = empty_like_device(prepared, {prepared.numel()}, ScalarType::Long);
+  std::memcpy(descriptor.data_ptr(), prepared.data_ptr(), prepared.numel() * sizeof(int64_t));
+  auto& d = *static_cast<ExchangeDescriptor*>(descriptor.data_ptr());
+  ExchangePlan& plan = d.plan;
+  const bool keeps_rows = num_rows < 0;
+  const int64_t N = keeps_rows ? plan.max_rows : num_rows;
+
+  // Memory for what arrives.
+  Tensor rows = torch::stable::new_empty(x, {keeps_rows ? 0 : N, x.size(1)});
+  Tensor offsets = empty_like_device(x, {plan.num_local_experts + 1}, ScalarType::Int);
+  Tensor tokens = empty_like_device(x, {plan.num_local_experts}, ScalarType::Int);
+  Tensor row_weights = empty_like_device(x, {d.returns_values ? 0 : N}, ScalarType::Float);
+
+  // The plan has offsets from the start of a region.
+  auto* own_scratch = static_cast<char*>(scratch.data_ptr());
+  auto* windows = reinterpret_cast<char* const*>(&d + 1);
+  if (!keeps_rows) {
+    // Rows are in the window on CUDA, and in scratch on the CPU.
+    char* region = x.is_cuda() ? windows[plan.rank] : own_scratch;
+    plan.rows = static_cast<char*>(rows.data_ptr()) - region;
+    plan.max_rows = N;
+  }
+  plan.expert_offsets = static_cast<char*>(offsets.data_ptr()) - own_scratch;
+  plan.tokens_per_expert = static_cast<char*>(tokens.data_ptr()) - own_scratch;
+  d.zero_tail = !keeps_rows;
+  if (!d.returns_values) d.row_weights = reinterpret_cast<int64_t>(row_weights.data_ptr());
+  if (outputs) {
+    check_rows(*outputs, "outputs");
+    d.outputs = reinterpret_cast<int64_t>(outputs->data_ptr());
+    d.outputs_stride_bytes = outputs->stride(0) * static_cast<int64_t>(outputs->element_size());
+    d.products = reinterpret_cast<int64_t>(products.value().data_ptr());
+  }
+  dispatch<Phase::kSendRecv>(x, ids, weights, std::nullopt, num_tokens, num_real, window, scratch,
+                             descriptor);
+  return {rows, offsets, tokens, row_weights, descriptor};
+}
+
 // Words in windows of shared memory (cpu/words.h).
 void post_word(const Tensor& window, int64_t offset, int64_t value) {
   STD_TORCH_CHECK(offset >= 0 && offset % 8 == 0, "a word must start at a multiple of 8 bytes");
@@ -200,6 +248,7 @@ void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("dispatch", TORCH_BOX(&dispatch<Phase::kSendRecv>));
   library.impl("dispatch_send", TORCH_BOX(&dispatch<Phase::kSend>));
   library.impl("dispatch_recv", TORCH_BOX(&dispatch<Phase::kRecv>));
+  library.impl("dispatch_to_caller", TORCH_BOX(&dispatch_to_caller));
   library.impl("combine", TORCH_BOX(&combine<Phase::kSendRecv>));
   library.impl("combine_send", TORCH_BOX(&combine<Phase::kSend>));
   library.impl("combine_recv", TORCH_BOX(&combine<Phase::kRecv>));

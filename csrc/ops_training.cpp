@@ -1,9 +1,7 @@
 // The operators of training: they check and unwrap tensors, and launch. Schemas and fakes are in
 // epmoe/native/ops.py.
-#include <tuple>
-
 #include "cpu/stages.h"
-#include "unwrap.h"
+#include "ops.h"
 
 namespace epmoe {
 namespace {
@@ -239,6 +237,45 @@ Tensor hopper_gemm_weights(const Tensor& grad, const Tensor& rows, const Tensor&
   return grouped_gemm(args, rows, {args.e, args.n, args.k});
 }
 
+// The ends of segments, of their offsets [e + 1].
+Tensor ends_of(Tensor expert_offsets) {
+  return torch::stable::narrow(expert_offsets, 0, 1, expert_offsets.size(0) - 1);
+}
+
+// The next two are the experts of training, several launches in one call of the host.
+std::tuple<Tensor, Tensor> hopper_experts(const Tensor& rows, const Tensor& w_gate_up,
+                                          const Tensor& w_down, const MaybeTensor& bias,
+                                          const Tensor& expert_offsets,
+                                          const MaybeTensor& tokens_per_expert, bool interleaved,
+                                          double limit, double alpha, double up_offset) {
+  Tensor ends = ends_of(expert_offsets);
+  Tensor gate_up = hopper_gemm(rows, w_gate_up, ends);
+  auto [activated, _] = gated_activation(gate_up, expert_offsets, tokens_per_expert, bias,
+                                         interleaved, limit, alpha, up_offset, false);
+  return {hopper_gemm(activated, w_down, ends), gate_up};
+}
+
+// Without rows w_gate_up has no gradient, and without w_gate_up rows have none: these outputs are
+// empty.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hopper_experts_backward(
+    const Tensor& grad, const MaybeTensor& rows, const Tensor& gate_up,
+    const MaybeTensor& row_weights, const MaybeTensor& w_gate_up, const Tensor& w_down,
+    const Tensor& expert_offsets, const MaybeTensor& tokens_per_expert, bool interleaved,
+    double limit, double alpha, double up_offset, bool needs_down) {
+  Tensor ends = ends_of(expert_offsets);
+  Tensor none = torch::stable::new_empty(grad, {0});
+  Tensor grad_activated = hopper_gemm(grad, torch::stable::transpose(w_down, 1, 2), ends);
+  auto [grad_gate_up, grad_weights, weighted] =
+      weighted_gates_backward(grad_activated, gate_up, row_weights, expert_offsets,
+                              tokens_per_expert, interleaved, limit, alpha, up_offset, needs_down);
+  Tensor grad_down = needs_down ? hopper_gemm_weights(grad, weighted, ends) : none;
+  Tensor grad_rows = none;
+  if (w_gate_up)
+    grad_rows = hopper_gemm(grad_gate_up, torch::stable::transpose(*w_gate_up, 1, 2), ends);
+  Tensor of_gate_up = rows ? hopper_gemm_weights(grad_gate_up, *rows, ends) : none;
+  return {grad_gate_up, grad_weights, grad_rows, of_gate_up, grad_down};
+}
+
 void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("route_backward", TORCH_BOX(&route_backward));
   library.impl("reached_rows", TORCH_BOX(&reached_rows));
@@ -256,6 +293,8 @@ STABLE_TORCH_LIBRARY_IMPL(epmoe, CUDA, library) {
   library.impl("hopper_gemm", TORCH_BOX(&hopper_gemm));
   library.impl("hopper_gemm_mxfp4", TORCH_BOX(&hopper_gemm_mxfp4));
   library.impl("hopper_gemm_weights", TORCH_BOX(&hopper_gemm_weights));
+  library.impl("hopper_experts", TORCH_BOX(&hopper_experts));
+  library.impl("hopper_experts_backward", TORCH_BOX(&hopper_experts_backward));
   library.impl("weighted_rows_backward_",
                TORCH_BOX(&weighted_rows_backward));  // CPU: epmoe/native/ops.py
 }

@@ -45,8 +45,14 @@ from epmoe.live.held import HeldVersions
 from epmoe.live.layout import EMPTY
 from epmoe.live.moves import Moves, SlotWeights
 from epmoe.live.slots import Table, agree_on_slots, keep_slots, read_slots, slots_of, write_slots
-from epmoe.local.route import Routing, route
-from epmoe.native.arguments import FLOATS, check_tensor, describe
+from epmoe.local.route import Choice, Routing
+from epmoe.native.arguments import (
+    FLOATS,
+    check_forward_only,
+    check_tensor,
+    describe,
+    token_count,
+)
 from epmoe.native.layouts import constant
 from epmoe.rail.opening import addresses_on, load, open_exchange, prepare
 
@@ -148,6 +154,7 @@ class ExpertParallel(HoldsWindows):
     _asleep: _Sleep | None = None  # while it sleeps
     # The thread that is in `alone`, or 0: it has the turn also while there is no exchange.
     _joining: int = 0
+    _choice: Choice | None = None  # of the config, once somebody routes
     _owner: int | None = None  # in a forked child: the process that this object belongs to
 
     def __init__(
@@ -164,7 +171,6 @@ class ExpertParallel(HoldsWindows):
             self.order = torch.zeros(1, dtype=torch.uint8, device=self.device)
 
         # What calls read of the config at every round.
-        self._routing = config.routing.options
         self._needs_bias = config.routing.selection_bias
 
         # Tags that layers have taken. None: for good.
@@ -597,21 +603,30 @@ class ExpertParallel(HoldsWindows):
         shape: tuple[int, ...] = getattr(logits, "shape", ())
         if len(shape) != 2 or shape[1] != model.num_experts or logits.device != self.device:
             check_tensor("logits", logits, FLOATS, ("T", model.num_experts), self.device)
+        if logits.dtype not in FLOATS:
+            check_tensor("logits", logits, FLOATS, ("T", model.num_experts), self.device)
+        if logits.requires_grad:
+            check_forward_only(logits)
+        tokens = None
+        num_real = shape[0]
+        if num_tokens is not None:
+            tokens, num_real = token_count(num_tokens, num_real, self.device)
         counters = exchange.views["health.counters"]
-        options = self._routing
         # The turn is taken in place: `run` would cost each layer 0.3 µs.
         outer = exchange.enter()
         try:
-            return route(
-                logits,
-                model.num_experts_per_tok,
-                bias=bias,
-                num_tokens=num_tokens,
-                counters=counters,
-                **options,
-            )
+            return self.choice.of(logits, bias, tokens, num_real, counters)
         finally:
             exchange.thread = outer
+
+    @property
+    def choice(self) -> Choice:
+        """How the config's router chooses experts. Raises what `epmoe.route` does for it."""
+        if self._choice is None:
+            model = self.config.model
+            options = self.config.routing.options
+            self._choice = Choice.checked(model.num_experts, model.num_experts_per_tok, **options)
+        return self._choice
 
     def dispatch(
         self,
@@ -847,13 +862,26 @@ class ExpertParallel(HoldsWindows):
         of `skip`.
         """
         exchange = self.exchange
+        return exchange.giving_up(partial(self._skip_of, exchange, tag, shape))
 
-        def skip() -> None:
-            # The round has gone where this object was resumed or closed meanwhile.
-            if exchange is self._exchange:
-                self.skip(shape(), tag=tag)
+    def give_up(
+        self,
+        exchange: Exchange,
+        before: int,
+        tag: int,
+        shape: Callable[[], RoundShape | None] = lambda: None,
+    ) -> None:
+        """What `giving_up` does with an exception. `exchange` is that of this object where the
+        block began, and `before` its count of rounds there.
+        """
+        exchange.give_up(before, partial(self._skip_of, exchange, tag, shape))
 
-        return exchange.giving_up(skip)
+    def _skip_of(
+        self, exchange: Exchange, tag: int, shape: Callable[[], RoundShape | None]
+    ) -> None:
+        """Skip a round of an exchange. It has gone where this object was resumed or closed."""
+        if exchange is self._exchange:
+            self.skip(shape(), tag=tag)
 
     def at_most(self, tokens: int | None) -> AbstractContextManager[None]:
         """Within it no rank brings more tokens to a round: slabs for other nodes have so many rows,

@@ -148,6 +148,17 @@ def ways_us(
     return out, back
 
 
+def chained_ways_us(
+    side: Side, samples: int, group: dist.ProcessGroup, *, on_gpus: bool = True
+) -> tuple[float, float]:
+    """Microseconds of `out` and of `back` in a chain of calls without graphs, the median over
+    chains, on the slowest rank. Each takes what the slower of host and GPU takes. Collective.
+    """
+    ways = [_chain_ways_us(side, group, on_gpus) for _ in range(samples)]
+    out, back = slowest([statistics.median(times) for times in zip(*ways, strict=True)], group)
+    return out, back
+
+
 def rounds_in_turns(
     sides: Sequence[Side],
     samples: int,
@@ -360,6 +371,19 @@ def _chain_us(side: Side, group: dist.ProcessGroup) -> float:
     if not everywhere(_agree(came_back, wanted, side.exact), group):
         raise RuntimeError(f"{side.name}: the outputs of two eager rounds differ")
     return us
+
+
+def _chain_ways_us(side: Side, group: dist.ProcessGroup, on_gpus: bool) -> tuple[float, float]:
+    """Means of `out` and `back` in one chain, whose first pass nobody times."""
+    if not on_gpus:
+        return _eager_ways_us(side, CALLS, group, on_gpus=False)
+    dist.barrier(group, device_ids=[torch.cuda.current_device()])
+    side.back(side.out())
+    # No head start: where the host is late, the GPU waits, and the events tell.
+    events: list[torch.cuda.Event] = []
+    _rounds(side, CALLS, partial(_stamp, events))
+    torch.cuda.synchronize()
+    return _means([begin.elapsed_time(end) * 1e3 for begin, end in pairwise(events)])
 
 
 def _host_batch_us(side: Side, on_gpus: bool) -> tuple[float, float]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from epmoe.bench.sample import Sample
 from epmoe.bench.sides import AllToAll, Side
+from epmoe.layer import MoELayer
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.simulate import Kind, simulate_logits
 from epmoe.training import TrainingExchange, route
@@ -77,6 +78,35 @@ class TrainedLayer(Side):
         self.back(self.out())
         pass_bytes = torch.cuda.max_memory_allocated() - before
         return pass_bytes + sum(tensor.nbytes for tensor in (*self.inputs, self.grad_TD))
+
+
+class EagerLayer(Side):
+    """A `MoELayer` with the tokens and weights of a `TrainedLayer`, over the same exchange. Its
+    experts share the memory of `experts`.
+
+    Raises ValueError where the config's layer needs more than these experts and this router.
+    """
+
+    def __init__(
+        self, layer: TrainedLayer, exchange: TrainingExchange, experts: GroupedExperts, rows: int
+    ) -> None:
+        # In a layer over several ranks parameters become DTensors, which those of `layer` stay not.
+        twin = GroupedExperts(
+            experts.w_gate_up.detach(), experts.w_down.detach(), gemm=experts.wanted
+        )
+        router_ED = layer.router_ED.detach()
+        self.name = "the layer, eager"
+        self.layer = MoELayer(exchange.ep, router_ED, twin, exchange=exchange, num_rows=rows)
+        self.x_TD = layer.x_TD
+        self.grad_TD = layer.grad_TD
+        self.inputs = [self.x_TD, *self.layer.requires_grad_().parameters()]
+
+    def out(self) -> Tensor:
+        y_TD: Tensor = self.layer(self.x_TD)
+        return y_TD
+
+    def back(self, y_TD: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(y_TD, self.inputs, self.grad_TD)
 
 
 class OverExchange:

@@ -2,8 +2,8 @@
 and experts alone.
 
 On GPUs CUDA graphs of passes are replayed, and their gradients must equal those of an eager pass
-bit by bit. all-to-all reads its counts on the host, so it runs eagerly; its gradients must be close
-to those of the exchange.
+bit by bit. A `MoELayer` is called without graphs, too, as most training loops do. all-to-all reads
+its counts on the host, so it runs eagerly; its gradients must be close to those of the exchange.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from epmoe.bench.layer_sides import Precision, random_experts
 from epmoe.bench.report import SIDE, TOKENS, Column, Figures, Job, Report, microseconds
 from epmoe.bench.sample import Sample
 from epmoe.bench.sides import AllToAll, Calls, Side
-from epmoe.bench.timing import everywhere, round_us, slowest, ways_us
+from epmoe.bench.timing import chained_ways_us, everywhere, round_us, slowest, ways_us
 from epmoe.bench.trained_layer import (
+    EagerLayer,
     OverExchange,
     TrainedLayer,
     in_memory_order,
@@ -64,6 +65,14 @@ _FIGURES = (
         microseconds,
     ),
     Column("backward", "backward", "µs of its backward pass", microseconds),
+    Column(
+        "eager_forward",
+        "eager forward",
+        "µs of a MoELayer's forward pass without graphs, called one after the other: what the "
+        "slower of host and GPU takes",
+        microseconds,
+    ),
+    Column("eager_backward", "eager backward", "µs of its backward pass", microseconds),
     Column(
         "forward_tflops",
         "forward, TFLOP/s",
@@ -153,6 +162,7 @@ def run(job: Job, payload: PayloadName = "auto") -> Report:
     """
     config = job.config
     results = list[Figures]()
+    left_out = dict[str, str]()
     with ExpertParallel(config, job.group) as ep:
         experts = None
         if config.model.intermediate_size is not None:
@@ -170,7 +180,7 @@ def run(job: Job, payload: PayloadName = "auto") -> Report:
             if experts is not None:
                 ours["experts"] = _us(passes.alone, job)
                 ours["share"] = ours["rows"] / ours["experts"]
-                our_layer, their_layer = _layers(passes, experts, job)
+                our_layer, their_layer = _layers(passes, experts, job, left_out)
                 ours |= our_layer
                 theirs |= their_layer
             ep.check()
@@ -187,13 +197,15 @@ def run(job: Job, payload: PayloadName = "auto") -> Report:
         "training",
         (TOKENS, SIDE, *_TIMES, *_FIGURES),
         results,
-        {},
+        left_out,
         plotted,
         "forward + backward, µs",
     )
 
 
-def _layers(passes: Passes, experts: GroupedExperts, job: Job) -> Iterator[Figures]:
+def _layers(
+    passes: Passes, experts: GroupedExperts, job: Job, left_out: dict[str, str]
+) -> Iterator[Figures]:
     """The figures of a layer over our exchange, and of one over torch's calls."""
     layer = partial(TrainedLayer, sample=passes.sample, routing=job.routing, experts=experts)
     ours = layer("the layer", through=OverExchange(passes.exchange, experts))
@@ -215,7 +227,26 @@ def _layers(passes: Passes, experts: GroupedExperts, job: Job) -> Iterator[Figur
         figures = pass_figures(side, *_timed(ways_us, side, job, captured))
         if job.on_gpus:
             figures |= {"memory": slowest([side.memory_bytes() + windows], job.group)[0] / 1e9}
+        if side is ours:
+            figures |= _eager(ours, passes, experts, job, left_out)
         yield figures
+
+
+def _eager(
+    layer: TrainedLayer,
+    passes: Passes,
+    experts: GroupedExperts,
+    job: Job,
+    left_out: dict[str, str],
+) -> Figures:
+    """The figures of a `MoELayer` without graphs, or why there are none."""
+    try:
+        eager = EagerLayer(layer, passes.exchange, experts, passes.num_rows)
+    except ValueError as error:
+        left_out["eager"] = str(error)
+        return {}
+    forward, backward = chained_ways_us(eager, job.repeats, job.group, on_gpus=job.on_gpus)
+    return {"eager_forward": forward, "eager_backward": backward}
 
 
 def _check(

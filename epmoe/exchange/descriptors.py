@@ -5,7 +5,6 @@ of all windows.
 from __future__ import annotations
 
 from collections import defaultdict
-from ctypes import Structure
 from typing import NamedTuple
 
 import torch
@@ -13,52 +12,18 @@ from torch import Tensor
 
 from epmoe.config.deadlines import Deadlines
 from epmoe.exchange.memory import MemoryPlan
-from epmoe.native.formats import WireFormat
 from epmoe.native.layouts import struct, words
 
 
-class Multiplied(NamedTuple):
-    """Rows that are gradients of weighted outputs: each becomes its product with its weight as it
-    arrives.
-    """
+class Way(NamedTuple):
+    """What a round of training does with weights."""
 
-    outputs: Tensor
-    """[N, D], in x's dtype; rows of at most `kMostProductBytes`, which start at multiples of 16
-    bytes
-    """
-    products: Tensor
-    """fp32 [N, `kProductParts`], zeros: a row's parts become the sum of its products with its
-    outputs
-    """
-
-
-class CallerRows(NamedTuple):
-    """Where a round of training puts its rows: memory of the caller's, and what combine does with
-    their weights.
-    """
-
-    rows: Tensor | None
-    """[N, D], contiguous, whose rows past the last segment become zeros; None: the exchange's own
-    buffer
-    """
-    expert_offsets: Tensor
-    """int32 [e + 1]"""
-    tokens_per_expert: Tensor
-    """int32 [e]"""
-    row_weights: Tensor | None
-    """fp32 [N], for the weight of each pair's row; zeros past the last segment where `rows` are
-    given
-    """
-    keeps_zeros: bool
-    """pairs of weight 0 have a row, too"""
     adds_only: bool
     """combine adds without weights"""
     returns_values: bool
     """combine brings a value of each pair back"""
-    wire: WireFormat
-    """in which rows travel and arrive: a row of `rows` has its `row_items`"""
-    multiplies: Multiplied | None
-    """None: rows arrive as they were sent"""
+    keeps_zeros: bool = True
+    """pairs of weight 0 have a row, too, since their weight has a gradient"""
 
 
 class Descriptors:
@@ -85,6 +50,9 @@ class Descriptors:
         self._plan = plan
         self._windows = windows
         self._made: dict[tuple[bool, ...], Tensor] = {}
+        self._of_training: dict[tuple[object, ...], Tensor] = {}
+        self._plan_type = struct("ExchangePlan")
+        self._type = struct("ExchangeDescriptor")
 
     def any(self) -> Tensor:
         """One of those that calls have had."""
@@ -113,57 +81,30 @@ class Descriptors:
             self._made[flags] = torch.tensor(values, dtype=torch.int64, device="cpu")
         return self._made[flags]
 
-    def for_training(
-        self, descriptor: Tensor, into: CallerRows, scratch: int, num_sms: int
-    ) -> Tensor:
-        """The descriptor of a round like `descriptor`, which writes into the caller's memory.
-
-        `into` must live until the round is closed. `scratch` is the address of this rank's scratch,
-        and `num_sms` the most multiprocessors of a kernel.
+    def of_training(self, descriptor: Tensor, way: Way, num_sms: int) -> Tensor:
+        """What rounds of training like `descriptor` have in common, for `dispatch_to_caller`.
+        `num_sms`: the most multiprocessors of a kernel.
         """
-        made = descriptor.clone()
-        plan = struct("ExchangePlan").from_address(made.data_ptr())
-        fields = _fields(made)
-
-        # Where rows go: offsets from the start of the region in which the plan has the buffer.
-        if into.rows is not None:
-            region = scratch
-            if self._plan["rows"].region == "window":
-                region = self._windows[plan.rank]
-            plan.rows = into.rows.data_ptr() - region
-            plan.max_rows = len(into.rows)
-        plan.expert_offsets = into.expert_offsets.data_ptr() - scratch
-        plan.tokens_per_expert = into.tokens_per_expert.data_ptr() - scratch
-        plan.num_sms = min(plan.num_sms, num_sms)
-        plan.small_alignment = plan.alignment  # as `Routed` has it
-        fields.zero_gaps = plan.alignment > 1  # gradients of weights read gaps
-
-        # What happens to rows and their weights.
-        fields.to_caller = True
-        fields.keeps_zeros = into.keeps_zeros
-        fields.adds_only = into.adds_only
-        fields.returns_values = into.returns_values
-        fields.zero_tail = into.rows is not None
-        fields.row_weights = 0
-        if into.row_weights is not None:
-            fields.row_weights = into.row_weights.data_ptr()
-        if into.multiplies is not None:
-            outputs, products = into.multiplies
-            fields.outputs = outputs.data_ptr()
-            fields.outputs_stride_bytes = outputs.stride(0) * outputs.itemsize
-            fields.products = products.data_ptr()
+        key = (descriptor.data_ptr(), way, num_sms)
+        made = self._of_training.get(key)
+        if made is None:
+            made = descriptor.clone()
+            plan = self._plan_type.from_address(made.data_ptr())
+            fields = self._type.from_address(made.data_ptr())
+            plan.num_sms = min(plan.num_sms, num_sms)
+            plan.small_alignment = plan.alignment  # as `Routed` has it
+            fields.zero_gaps = plan.alignment > 1  # gradients of weights read gaps
+            fields.to_caller = True
+            fields.keeps_zeros = way.keeps_zeros
+            fields.adds_only = way.adds_only
+            fields.returns_values = way.returns_values
+            self._of_training[key] = made
         return made
 
-
-def returning(descriptor: Tensor, row_values: Tensor, pair_values: Tensor) -> Tensor:
-    """The descriptor of a combine that also brings values back: `row_values` fp32 [N] to
-    `pair_values` fp32 [T, K].
-    """
-    made = descriptor.clone()
-    _fields(made).row_values = row_values.data_ptr()
-    _fields(made).pair_values = pair_values.data_ptr()
-    return made
-
-
-def _fields(descriptor: Tensor) -> Structure:
-    return struct("ExchangeDescriptor").from_address(descriptor.data_ptr())
+    def return_values(self, descriptor: Tensor, row_values: Tensor, pair_values: Tensor) -> None:
+        """Let combine by the descriptor of a round of training bring values back, too: `row_values`
+        fp32 [N] to `pair_values` fp32 [T, K].
+        """
+        fields = self._type.from_address(descriptor.data_ptr())
+        fields.row_values = row_values.data_ptr()
+        fields.pair_values = pair_values.data_ptr()

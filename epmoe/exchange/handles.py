@@ -312,13 +312,19 @@ class Dispatched(_OfLayout):
         """What `GroupedExperts` take of the round besides rows, offsets and scales: `experts(…,
         **d.segments)`.
         """
-        # Another rank may bring more tokens than this one, where `at_most` says how many.
-        tokens = max(self.num_tokens, self.sent.most_tokens or 0)
         return {
             "tokens_per_expert": self.tokens_per_expert,
             "alignment": self.alignment,
-            "rows_per_expert": tokens * self.sent.template.rows_per_token,
+            "rows_per_expert": self.rows_per_expert,
         }
+
+    @property
+    def rows_per_expert(self) -> float:
+        """Rows of an expert on average, as far as this rank can tell."""
+        # Another rank may bring more tokens than this one, where `at_most` says how many.
+        sent = self.sent
+        tokens = max(self.num_tokens, sent.most_tokens or 0)
+        return tokens * sent.template.rows_per_token
 
     def __repr__(self) -> str:
         names = ["recv"]

@@ -616,17 +616,27 @@ class NodeExchange(Exchange):
             self.poll()
         return y
 
-    def launch(self, operator: OpOverload, arguments: tuple[Any, ...], state: int) -> None:
+    def launch(
+        self,
+        operator: OpOverload,
+        arguments: tuple[Any, ...],
+        state: int,
+        again: Callable[[Any], tuple[OpOverload, tuple[Any, ...]]] | None = None,
+    ) -> Any:
         """Call an operator that leads the round to `state`, and wait on if a signal has interrupted
-        it.
+        it. Returns what it returns, from which `again` makes the operator and arguments of the
+        wait: by default the same.
         """
         if monotonic() >= self._look_at["launch"]:
             self.look(launches=True)
             if self.status.code:
                 self.check()
-        operator(*arguments)
+        found = operator(*arguments)
         if self.rounds.state != state:
+            if again is not None:
+                operator, arguments = again(found)
             self._wait_on(operator, arguments, state)
+        return found
 
     def _wait_on(self, operator: OpOverload, arguments: tuple[Any, ...], state: int) -> None:
         """After an operator that should have led the round to `state` and has not.

@@ -66,7 +66,8 @@ def output_rows(
     if len(shape) != 2 or shape[1] != D or rows.dtype != dispatched.dtype or rows.device != device:
         _refuse_fp8("expert_rows", rows, dispatched)
         check_tensor("expert_rows", rows, (dispatched.dtype,), ("N", D), device)
-    check_forward_only(rows)
+    if rows.requires_grad:
+        check_forward_only(rows)
 
     # As many rows as arrived, which only the CPU knows here. A GPU skips rows that are missing.
     if device.type == "cpu" and rows.shape[0] < plan.sizes["max_rows"]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +86,23 @@ def _fit(weights: Mapping[str, Tensor]) -> bool:
     """Whether these are [e, 2F, D] and [e, D, F] of one D and F."""
     e, two_f, d = weights["w_gate_up"].shape
     return weights["w_down"].shape == (e, d, two_f // 2) and two_f % 2 == 0
+
+
+def is_called_alone(experts: object) -> TypeGuard[GroupedExperts]:
+    """Whether experts are `GroupedExperts`, and a call of them runs their `forward` and nothing
+    else, such as hooks.
+    """
+    if not isinstance(experts, GroupedExperts):
+        return False
+    if type(experts).forward is not GroupedExperts.forward or "forward" in experts.__dict__:
+        return False
+    return not (
+        experts._forward_pre_hooks
+        or experts._forward_hooks
+        or experts._backward_pre_hooks
+        or experts._backward_hooks
+        or torch.nn.modules.module._has_any_global_hook()
+    )
 
 
 def parameter(value: Tensor) -> nn.Parameter:
@@ -271,6 +288,16 @@ class GroupedExperts(nn.Module):
         return product_dtype(self.w_down)
 
     @property
+    def wanted(self) -> Literal["auto", "torch", "deep_gemm", "hopper"]:
+        """The argument `gemm`."""
+        return self._wanted
+
+    @property
+    def stage(self) -> Stage:
+        """The GEMMs. It is another one whenever they may have changed."""
+        return self._stage
+
+    @property
     def gemms(self) -> tuple[str, ...]:
         """Names of the GEMMs that serve. A call takes the first that takes its segments."""
         return self._stage.gemms
@@ -382,9 +409,6 @@ class GroupedExperts(nn.Module):
         if not alignment:
             # Whoever has asked for a GEMM by name counts on its alignment.
             alignment = self.alignment if self._wanted == self.gemm else 1
-        if added is not None or not rows_ND.is_contiguous():
-            # Kernels for few rows take neither, so they are not asked.
-            rows_per_expert = None
         segments = Segments(expert_offsets.contiguous(), tokens, alignment, rows_per_expert)
 
         # With gradients, if anything requires them.
@@ -400,6 +424,20 @@ class GroupedExperts(nn.Module):
                         "torch.no_grad()"
                     )
                 return self._recorded(rows_ND, segments, row_weights, weights)
+        return self._served(rows_ND, scales, segments, weights)
+
+    def serve(
+        self, rows_ND: Tensor, scales: Tensor | None, segments: Segments, added: Added | None
+    ) -> Tensor:
+        """`forward` without gradients, of rows and segments that are known to fit."""
+        return self._served(rows_ND, scales, segments, self._weights(added))
+
+    def _served(
+        self, rows_ND: Tensor, scales: Tensor | None, segments: Segments, weights: Weights
+    ) -> Tensor:
+        if weights.added is not None or not rows_ND.is_contiguous():
+            # Kernels for few rows take neither, so they are not asked.
+            segments = segments._replace(rows_per_expert=None)
         return self._stage.serve(weights, rows_ND, scales, segments)
 
     def extra_repr(self) -> str:
@@ -423,10 +461,11 @@ class GroupedExperts(nn.Module):
 
         Raises RuntimeError where there is none.
         """
-        rows_dtype = rows_dtype or self.dtype
-        if self.dtype not in FLOATS or rows_dtype == FP8 or self.is_quantized:
+        dtype = self.held()[1].dtype
+        if dtype not in FLOATS or rows_dtype == FP8:
+            rows_dtype = rows_dtype or self.dtype
             raise RuntimeError(
-                f"`experts` of {dtype_name(self.w_down.dtype)} over rows of "
+                f"`experts` of {dtype_name(dtype)} over rows of "
                 f"{dtype_name(rows_dtype)} have no gradients: run under torch.inference_mode() or "
                 "torch.no_grad()"
             )
@@ -464,19 +503,39 @@ class GroupedExperts(nn.Module):
             self._wanted, weights.gate_up, weights.down, batch_invariant=self._invariant
         )
 
+    def held(self) -> tuple[Any, ...]:
+        """The first six fields of `Weights`, as they are: parameters, DTensors with `spread`, or
+        what a parametrization makes of them.
+        """
+        # `nn.Module` finds an attribute in half a microsecond, in Python.
+        found = self._parameters
+        try:
+            return (
+                found["w_gate_up"],
+                found["w_down"],
+                found["gate_up_scales"],
+                found["down_scales"],
+                found["gate_up_bias"],
+                found["down_bias"],
+            )
+        except KeyError:
+            return (
+                self.w_gate_up,
+                self.w_down,
+                self.gate_up_scales,
+                self.down_scales,
+                self.gate_up_bias,
+                self.down_bias,
+            )
+
     def _weights(self, added: Added | None) -> Weights:
         """This rank's weights, for one call."""
         over = self.averages_over
-        return Weights(
-            local_view(self.w_gate_up, over),
-            local_view(self.w_down, over),
-            self.gate_up_scales,
-            self.down_scales,
-            local_view(self.gate_up_bias, over),
-            local_view(self.down_bias, over),
-            self.gating,
-            added,
-        )
+        held = [
+            local_view(value, over) if hasattr(value, "_local_tensor") else value
+            for value in self.held()
+        ]
+        return Weights._make([*held, self.gating, added])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Casts leave quantized weights alone, which move as integers.

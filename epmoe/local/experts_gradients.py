@@ -16,8 +16,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from epmoe.local.gemm.gemm import bias_of_rows
-from epmoe.local.gemm.gradients import bias_gradients, train_gemm, train_gemm_weights
+from epmoe.local.gemm.gemm import Kept, TrainedSegments, TrainedWeights, bias_of_rows
+from epmoe.local.gemm.gradients import bias_gradients, product_for_weights
+from epmoe.local.gemm.table import GEMMS
 from epmoe.native import ops
 from epmoe.native.named import named
 
@@ -35,67 +36,22 @@ class OfEach(NamedTuple):
     down_bias: Any
 
 
-class TrainedWeights(NamedTuple):
-    """The weights of the experts, contiguous, in one dtype: fp32, fp16 or bf16."""
-
-    gate_up: Tensor
-    """[e, 2F, D]"""
-    down: Tensor
-    """[e, D, F]"""
-    gate_up_bias: Tensor | None
-    """[e, 2F]"""
-    down_bias: Tensor | None
-    """[e, D]"""
-
-
-class TrainedSegments(NamedTuple):
-    """Where each expert's rows lie, and what the activation does with them: the last arguments of
-    the operators of csrc.
-    """
-
-    offsets: Tensor
-    """int32 [e + 1], contiguous"""
-    tokens: Tensor | None
-    """int32 [e], rows of each segment without its gap; None: all"""
-    interleaved: bool
-    limit: float
-    """infinite for none"""
-    alpha: float
-    up_offset: float
-
-
-class Kept(NamedTuple):
-    """What the backward pass needs of the forward one. None where nobody asks for what it gives."""
-
-    rows: Tensor | None
-    """[N, D]"""
-    gate_up: Tensor
-    """[N, 2F], in front of the bias and the activation"""
-    row_weights: Tensor | None
-    """fp32 [N]"""
-    w_gate_up: Tensor | None
-    w_down: Tensor | None
-    gate_up_bias: Tensor | None
-    down_bias: Tensor | None
-
-
 def experts_forward(
     rows: Tensor, weights: TrainedWeights, segments: TrainedSegments, gemm: str
 ) -> tuple[Tensor, Tensor]:
     """Outputs [N, D] of the experts over rows [N, D], and [N, 2F] in front of the bias and the
     activation. Outputs past the last segment are undefined.
     """
-    offsets = segments.offsets
-    gate_up = train_gemm.direct(rows, weights.gate_up, offsets, gemm)
-    # A rank without experts has nothing to activate.
-    if not len(weights.down):
-        return train_gemm.direct(gate_up, weights.down, offsets, gemm), gate_up
-    bias = None if weights.gate_up_bias is None else weights.gate_up_bias.contiguous()
-    _, tokens, *gating = segments
-    activated, _ = ops.gated_activation(gate_up, offsets, tokens, bias, *gating, False)
-    out = train_gemm.direct(activated, weights.down, offsets, gemm)
+    # Without rows or experts there is nothing to compute.
+    if not rows.shape[0] or not weights.down.shape[0]:
+        N = rows.shape[0]
+        return rows.new_empty(rows.shape), rows.new_empty(N, weights.gate_up.shape[1])
+    bias = weights.gate_up_bias
+    if bias is not None:
+        bias = bias.contiguous()
+    out, gate_up = GEMMS[gemm].train(rows, weights, segments, bias)
     if weights.down_bias is not None:
-        out += bias_of_rows(weights.down_bias, offsets[1:], len(rows))
+        out += bias_of_rows(weights.down_bias, segments.offsets[1:], rows.shape[0])
     return out, gate_up
 
 
@@ -107,7 +63,7 @@ def experts_backward(
     `grad` [N, D] is that of outputs times `row_weights`. Gradients of rows and of their weights are
     undefined past the last segment.
     """
-    N = len(grad)
+    N = grad.shape[0]
     offsets = segments.offsets
     gate_up = kept.gate_up
     row_weights = kept.row_weights
@@ -118,20 +74,29 @@ def experts_backward(
     # Of the bias behind the second product, and of its weights where nothing in front is asked for.
     if needs.down_bias:
         found["down_bias"] = bias_gradients(grad, row_weights, offsets, gemm)
-    if kept.w_down is None:
+    w_down = kept.w_down
+    if w_down is None:
         if needs.down:
             weighted = ops.weighted_gates(gate_up, row_weights, *segments)
-            found["down"] = train_gemm_weights.direct(grad, weighted, offsets, gemm)
+            found["down"] = product_for_weights(grad, weighted, offsets[1:], gemm)
         return found
 
-    # Of the activation, with the weights of the rows. The inputs of the second product come out of
-    # it once more: [N, F] that nobody has kept.
-    grad_activated = train_gemm.direct(grad, kept.w_down.transpose(1, 2), offsets, gemm)
-    grad_gate_up, grad_weights, weighted = ops.weighted_gates_backward(
-        grad_activated, gate_up, row_weights, *segments, needs.down
+    # Of the products and the activation, with the weights of the rows.
+    if not needs.gate_up and kept.rows is not None:
+        kept = kept._replace(rows=None)
+    if not needs.rows and kept.w_gate_up is not None:
+        kept = kept._replace(w_gate_up=None)
+    train_backward = _none_backward
+    if N and w_down.shape[0]:
+        train_backward = GEMMS[gemm].train_backward
+    grad_gate_up, grad_weights, *of_products = train_backward(
+        grad, gate_up, kept, w_down, segments, needs.down
     )
-    if needs.down:
-        found["down"] = train_gemm_weights.direct(grad, weighted, offsets, gemm)
+    for name, gradient in zip(("rows", "gate_up", "down"), of_products, strict=True):
+        if gradient is not None:
+            found[name] = gradient
+
+    # Of the row weights, and of the bias in front.
     if needs.row_weights:
         if kept.down_bias is not None and len(kept.down_bias):
             of_bias = bias_of_rows(kept.down_bias, offsets[1:], N)
@@ -139,16 +104,28 @@ def experts_backward(
                 of_bias, grad, None, offsets, segments.tokens
             )
         found["row_weights"] = grad_weights
-
-    # Of the first product.
-    if needs.rows and kept.w_gate_up is not None:
-        transposed = kept.w_gate_up.transpose(1, 2)
-        found["rows"] = train_gemm.direct(grad_gate_up, transposed, offsets, gemm)
-    if needs.gate_up and kept.rows is not None:
-        found["gate_up"] = train_gemm_weights.direct(grad_gate_up, kept.rows, offsets, gemm)
     if needs.gate_up_bias:
         found["gate_up_bias"] = bias_gradients(grad_gate_up, None, offsets, gemm)
     return found
+
+
+def _none_backward(
+    grad: Tensor,
+    gate_up: Tensor,
+    kept: Kept,
+    w_down: Tensor,
+    segments: TrainedSegments,
+    needs_down: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """`Gemm.train_backward` without rows or without experts."""
+    e, D, F = w_down.shape
+    return (
+        gate_up.new_empty(gate_up.shape),
+        grad.new_empty(grad.shape[0], dtype=torch.float32),
+        None if kept.w_gate_up is None else grad.new_empty(grad.shape),
+        None if kept.rows is None else grad.new_zeros(e, 2 * F, D),
+        grad.new_zeros(e, D, F) if needs_down else None,
+    )
 
 
 # Inputs of `train_experts`, in the order of its arguments.

@@ -4,7 +4,7 @@ logits are.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -34,6 +34,148 @@ class Routing(NamedTuple):
 
     def __repr__(self) -> str:
         return describe_fields(self, self._asdict())
+
+
+class Choice(NamedTuple):
+    """How experts are chosen by logits [T, E], checked once for many calls: arguments of `route`,
+    in the order of the operator's.
+    """
+
+    num_experts: int
+    """E"""
+    top_k: int
+    is_sigmoid: bool
+    renormalize: bool
+    renormalize_epsilon: float
+    num_expert_groups: int
+    top_groups: int
+    scores_with_bias: int
+    """`scores_per_group` of a choice with a bias"""
+    scores_without_bias: int
+    routed_scaling_factor: float
+    has_wide_ids: bool
+    """whether ids are int64"""
+
+    @classmethod
+    def checked(
+        cls,
+        num_experts: int,
+        top_k: int,
+        *,
+        scoring: str = "softmax",
+        renormalize: bool = False,
+        renormalize_epsilon: float = 0.0,
+        num_expert_groups: int = 1,
+        top_groups: int = 1,
+        scores_per_group: int | None = None,
+        routed_scaling_factor: float = 1.0,
+        id_dtype: torch.dtype = torch.int32,
+    ) -> Self:
+        """Raises what `route` does for these arguments."""
+        # The scores, and how many experts a token has.
+        E = num_experts
+        if not 1 <= E <= 4096:
+            raise ValueError(f"`logits` must have from 1 to 4096 experts, got {E}")
+        if isinstance(top_k, bool) or not isinstance(top_k, int):
+            raise TypeError(f"`top_k` must be an int, got {type(top_k).__name__}")
+        if not 1 <= top_k <= E:
+            raise ValueError(f"`top_k` must be from 1 to the number of experts, {E}, got {top_k}")
+        if scoring not in ("softmax", "sigmoid"):
+            raise ValueError(f"`scoring` must be 'softmax' or 'sigmoid', got {scoring!r}")
+
+        # Groups of experts: only the best ones are open.
+        if num_expert_groups < 1 or E % num_expert_groups:
+            raise ValueError(
+                f"`num_expert_groups` must divide the number of experts, {E}, got "
+                f"{num_expert_groups}"
+            )
+        group_size = E // num_expert_groups
+        if not 1 <= top_groups <= num_expert_groups or top_groups * group_size < top_k:
+            raise ValueError(
+                f"`top_groups` must be at most num_expert_groups = {num_expert_groups} and leave "
+                f"at least top_k = {top_k} experts, got {top_groups}"
+            )
+        if scores_per_group is None:
+            # DeepSeek-V3 rates a group by two biased scores, DeepSeek-V2 by its best one.
+            scores_with_bias = min(2, group_size)
+            scores_without_bias = 1
+        elif 1 <= scores_per_group <= group_size:
+            scores_with_bias = scores_per_group
+            scores_without_bias = scores_per_group
+        else:
+            raise ValueError(
+                f"`scores_per_group` must be from 1 to the {group_size} experts of a group, got "
+                f"{scores_per_group}"
+            )
+
+        # What becomes of the weights.
+        if not 0 <= renormalize_epsilon <= 1:
+            raise ValueError(
+                f"`renormalize_epsilon` must be from 0 to 1, got {renormalize_epsilon}"
+            )
+        check_number("routed_scaling_factor", routed_scaling_factor)
+        if id_dtype not in INTS:
+            raise TypeError(f"`id_dtype` must be torch.int32 or torch.int64, got {id_dtype}")
+        return cls(
+            E,
+            top_k,
+            scoring == "sigmoid",
+            renormalize,
+            renormalize_epsilon,
+            num_expert_groups,
+            top_groups,
+            scores_with_bias,
+            scores_without_bias,
+            routed_scaling_factor,
+            id_dtype == torch.int64,
+        )
+
+    def of(
+        self,
+        logits: Tensor,
+        bias: Tensor | None,
+        num_tokens: Tensor | None,
+        num_real: int,
+        counters: Tensor | None,
+    ) -> Routing:
+        """The choice of each row of logits [T, E], which are known to fit. The number of real
+        tokens is that of `token_count`. Raises what `route` does for the bias and on CUDA.
+        """
+        if self.top_k > MAX_TOP_K_ON_CUDA and logits.is_cuda:
+            raise ValueError(
+                f"`top_k` must be at most {MAX_TOP_K_ON_CUDA} on CUDA, got {self.top_k}"
+            )
+        scores_per_group = self.scores_without_bias
+        if bias is not None:
+            scores_per_group = self.scores_with_bias
+            bias = _checked_bias(bias, self.num_experts, logits.device)
+        ids, weights = ops.route(
+            contiguous_rows(logits),
+            self.top_k,
+            bias,
+            num_tokens,
+            num_real,
+            self.is_sigmoid,
+            self.renormalize,
+            self.renormalize_epsilon,
+            self.num_expert_groups,
+            self.top_groups,
+            scores_per_group,
+            self.routed_scaling_factor,
+            self.has_wide_ids,
+            counters,
+        )
+        return Routing(ids, weights)
+
+
+def _checked_bias(bias: Tensor, num_experts: int, device: torch.device) -> Tensor:
+    """A bias [E] as the operator takes it. Raises what `route` does."""
+    check_tensor("bias", bias, FLOATS, (num_experts,), device)
+    if torch.is_grad_enabled():
+        check_forward_only(bias)
+    if bias.dtype != torch.float32:
+        bias = bias.float()
+    return bias.contiguous()
 
 
 def route(
@@ -88,71 +230,20 @@ def route(
         ValueError: an argument has another shape, value or device.
         RuntimeError: `logits` or `bias` requires grad in grad mode.
     """
-    # The scores, and how many experts a token has.
     check_tensor("logits", logits, FLOATS, ("T", "E"))
-    T, E = logits.shape
-    if not 1 <= E <= 4096:
-        raise ValueError(f"`logits` must have from 1 to 4096 experts, got {E}")
-    if isinstance(top_k, bool) or not isinstance(top_k, int):
-        raise TypeError(f"`top_k` must be an int, got {type(top_k).__name__}")
-    if not 1 <= top_k <= E:
-        raise ValueError(f"`top_k` must be from 1 to the number of experts, {E}, got {top_k}")
-    if logits.is_cuda and top_k > MAX_TOP_K_ON_CUDA:
-        raise ValueError(f"`top_k` must be at most {MAX_TOP_K_ON_CUDA} on CUDA, got {top_k}")
-    if scoring not in ("softmax", "sigmoid"):
-        raise ValueError(f"`scoring` must be 'softmax' or 'sigmoid', got {scoring!r}")
-
-    # Groups of experts: only the best ones are open.
-    if num_expert_groups < 1 or E % num_expert_groups:
-        raise ValueError(
-            f"`num_expert_groups` must divide the number of experts, {E}, got {num_expert_groups}"
-        )
-    group_size = E // num_expert_groups
-    if not 1 <= top_groups <= num_expert_groups or top_groups * group_size < top_k:
-        raise ValueError(
-            f"`top_groups` must be at most num_expert_groups = {num_expert_groups} and leave at "
-            f"least top_k = {top_k} experts, got {top_groups}"
-        )
-    if scores_per_group is None:
-        # DeepSeek-V3 rates a group by two biased scores, DeepSeek-V2 by its best one.
-        scores_per_group = 2
-        if bias is None or group_size == 1:
-            scores_per_group = 1
-    elif not 1 <= scores_per_group <= group_size:
-        raise ValueError(
-            f"`scores_per_group` must be from 1 to the {group_size} experts of a group, got "
-            f"{scores_per_group}"
-        )
-
-    # What becomes of the weights.
-    if not 0 <= renormalize_epsilon <= 1:
-        raise ValueError(f"`renormalize_epsilon` must be from 0 to 1, got {renormalize_epsilon}")
-    check_number("routed_scaling_factor", routed_scaling_factor)
-    if id_dtype not in INTS:
-        raise TypeError(f"`id_dtype` must be torch.int32 or torch.int64, got {id_dtype}")
-    if bias is not None:
-        check_tensor("bias", bias, FLOATS, (E,), logits.device)
-        check_forward_only(bias)
-        if bias.dtype != torch.float32:
-            bias = bias.float()
-        bias = bias.contiguous()
-    check_forward_only(logits)
-
-    scalar, rows = token_count(num_tokens, T, logits.device)
-    ids, weights = ops.route(
-        contiguous_rows(logits),
+    choice = Choice.checked(
+        logits.shape[1],
         top_k,
-        bias,
-        scalar,
-        rows,
-        scoring == "sigmoid",
-        renormalize,
-        renormalize_epsilon,
-        num_expert_groups,
-        top_groups,
-        scores_per_group,
-        routed_scaling_factor,
-        id_dtype == torch.int64,
-        counters,
+        scoring=scoring,
+        renormalize=renormalize,
+        renormalize_epsilon=renormalize_epsilon,
+        num_expert_groups=num_expert_groups,
+        top_groups=top_groups,
+        scores_per_group=scores_per_group,
+        routed_scaling_factor=routed_scaling_factor,
+        id_dtype=id_dtype,
     )
-    return Routing(ids, weights)
+    if torch.is_grad_enabled():
+        check_forward_only(logits)
+    tokens, num_real = token_count(num_tokens, logits.shape[0], logits.device)
+    return choice.of(logits, bias, tokens, num_real, counters)

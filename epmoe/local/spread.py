@@ -59,16 +59,6 @@ def local_view(value: Any, averages_over: int = 1) -> Any:
     return _LocalView.apply(value, averages_over)
 
 
-def rows_of(value: Any) -> Any:
-    """This rank's rows [e, …] of a DTensor, without gradients; any other value as it is."""
-    return getattr(value, "_local_tensor", value)
-
-
-def spec_of(value: Any) -> Any:
-    """What says how a DTensor is spread, for `gradient_of_whole`; None for any other value."""
-    return getattr(value, "_spec", None)
-
-
 def gradient_of_whole(grad: Tensor | None, spec: Any, averages_over: int) -> Tensor | None:
     """The gradient of a DTensor with this spec, from that of this rank's rows, divided by
     `averages_over`, and added over replicas. Without a spec it is `grad` itself.

@@ -34,6 +34,18 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False)
 
 
+def _by(
+    gemm: Gemm, weights: Weights, rows_ND: Tensor, scales: Tensor | None, segments: Segments
+) -> Tensor:
+    """`gemm.experts`, in which autocast changes no dtype."""
+    device = rows_ND.device
+    # Where there is none, no context costs the host less than an empty one.
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
+        with without_autocast(device):
+            return gemm.experts(weights, rows_ND, scales, segments)
+    return gemm.experts(weights, rows_ND, scales, segments)
+
+
 class Stage(NamedTuple):
     """The GEMMs for weights of one layout. It holds no weights, so that these may lie elsewhere in
     each call.
@@ -91,16 +103,16 @@ class Stage(NamedTuple):
         gemm = self._gemm_of(segments, weights.down.dtype)
         N, D = rows_ND.shape
         # A rank without experts.
-        if not len(weights.down):
+        if not weights.down.shape[0]:
             return rows_ND.new_empty(N, D, dtype=weights.dtype)
-        with without_autocast(rows_ND.device):
-            if rows_ND.device.type != "cpu" or torch.compiler.is_compiling():
-                return gemm.experts(weights, rows_ND, scales, segments)
-            # On CPUs the host knows how many rows there are, without synchronisation.
-            n = int(segments.offsets[-1])
-            if scales is not None:
-                scales = scales[:n]
-            out_nD = gemm.experts(weights, rows_ND[:n], scales, segments)
+        device = rows_ND.device
+        if device.type != "cpu" or torch.compiler.is_compiling():
+            return _by(gemm, weights, rows_ND, scales, segments)
+        # On CPUs the host knows how many rows there are, without synchronisation.
+        n = int(segments.offsets[-1])
+        if scales is not None:
+            scales = scales[:n]
+        out_nD = _by(gemm, weights, rows_ND[:n], scales, segments)
         # Outputs of the other rows are undefined.
         if n == N:
             return out_nD

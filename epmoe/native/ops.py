@@ -85,6 +85,17 @@ _library.define(
     "hopper_gemm_mxfp4(Tensor rows, Tensor codes, Tensor scales, Tensor ends) -> Tensor"
 )
 _library.define("hopper_gemm_weights(Tensor grad, Tensor rows, Tensor ends) -> Tensor")
+# The experts of training by these GEMMs: what `Gemm.train` and `Gemm.train_backward` say.
+_GATING = "bool interleaved, float limit, float alpha, float up_offset"
+_library.define(
+    "hopper_experts(Tensor rows, Tensor w_gate_up, Tensor w_down, Tensor? bias, Tensor "
+    f"expert_offsets, Tensor? tokens_per_expert, {_GATING}) -> (Tensor out, Tensor gate_up)"
+)
+_library.define(
+    "hopper_experts_backward(Tensor grad, Tensor? rows, Tensor gate_up, Tensor? row_weights, "
+    f"Tensor? w_gate_up, Tensor w_down, Tensor expert_offsets, Tensor? tokens_per_expert, {_GATING}"
+    ", bool needs_down) -> (Tensor grad_gate_up, Tensor grad_weights, Tensor, Tensor, Tensor)"
+)
 # On GPUs, x [T, k] · weight [n, k]ᵀ → [T, n], in one order of sums for any T.
 _library.define("invariant_linear(Tensor x, Tensor weight) -> Tensor")
 # For training: the gated activation times the weight of its row, in rows of segments. Gaps become
@@ -119,6 +130,13 @@ for _phase in ("", "_send", "_recv"):
         f"combine{_phase}(Tensor(c!) y, Tensor? rows, Tensor(a!) window, Tensor(b!) scratch, "
         "Tensor descriptor) -> ()"
     )
+# A dispatch of training: rows, expert_offsets, tokens_per_expert, row weights and the round's
+# descriptor, all new.
+_library.define(
+    "dispatch_to_caller(Tensor x, Tensor ids, Tensor weights, Tensor? num_tokens, SymInt num_real, "
+    "Tensor(a!) window, Tensor(b!) scratch, Tensor prepared, Tensor? outputs, Tensor(c!)? "
+    "products, SymInt num_rows) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
 # On the CPU, words that ranks put into one another's windows: a post, at an offset in bytes, is a
 # release; a read, in ascending order into a new int64 [n], is an acquire of each.
 _library.define("post_word(Tensor(a!) window, int offset, int value) -> ()")

@@ -10,10 +10,11 @@ part in all rounds of the pass.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -26,13 +27,16 @@ from epmoe.native.opaque import Registry
 from epmoe.service import ExpertParallel
 from epmoe.training.rounds import BACKWARD, Rounds
 
+ERRORS_OF_ALL = (EPAbortedError, EPMismatchError, EPTimeoutError)
+"""Errors of a round that all its ranks get: nobody owes the others a round any more."""
+
 
 class Debt(NamedTuple):
     """The backward round that combine's node of a graph opens."""
 
     order: int  # of the forward round, among all
     shape: RoundShape
-    tag: Tensor  # in host memory, one element
+    tag: Tensor | int  # a tensor is in host memory, of one element
 
 
 @dataclass(eq=False)
@@ -41,6 +45,10 @@ class _Pass:
 
     due: dict[int, Debt]  # by their order, the rounds that have not begun
     round: int = -1  # the number of the last one that has
+
+    def has_opened(self, directions: Directions) -> None:
+        """It has opened its round."""
+        self.round = directions.backward.exchange.rounds.count
 
 
 class Directions:
@@ -76,25 +84,28 @@ class Directions:
         """
         return _Numbering(self)
 
+    def last_number(self) -> int:
+        """The number of the last forward round, by which its backward round is tagged."""
+        return self.backward.exchange.rounds.trained & constant("kMaxTag")
+
     def new_link(self) -> Tensor:
-        """fp32 [1] in host memory: the number of the last forward round."""
-        number = self.backward.exchange.rounds.trained & constant("kMaxTag")
-        return torch.full((1,), number, dtype=torch.float32, device="cpu")
+        """fp32 [1] in host memory: `last_number`."""
+        return torch.full((1,), self.last_number(), dtype=torch.float32, device="cpu")
 
 
 class _Numbering(AbstractContextManager[None]):
     """`Directions.numbering`. No generator: the host would take longer."""
 
     def __init__(self, directions: Directions) -> None:
-        self._directions = directions
-        self._before = directions.forward.exchange.rounds.count
+        self._rounds = directions.forward.exchange.rounds
+        self._numbered = directions.backward.exchange.rounds
+        self._before = self._rounds.count
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # On all ranks, of which some may have counted no round, since they serve.
         if kind is not None and issubclass(kind, EPMismatchError):
             return
-        opened = self._directions.forward.exchange.rounds.count - self._before
-        self._directions.backward.exchange.rounds.trained += opened
+        self._numbered.trained += self._rounds.count - self._before
 
 
 class BackwardDebts:
@@ -114,7 +125,7 @@ class BackwardDebts:
             -1,
         )  # the counts of rounds at which the other ranks last knew of an exception
 
-    def add(self, node: object, shape: RoundShape, tag: Tensor) -> int:
+    def add(self, node: object, shape: RoundShape, tag: Tensor | int) -> int:
         """Keep the backward round that a node of a graph opens. Returns its place in the order of
         forward passes.
         """
@@ -131,19 +142,14 @@ class BackwardDebts:
         """Within it a round runs. All ranks get an error of it."""
         return _DroppedByErrors(self, directions)
 
-    def pay(self, directions: Directions, order: int) -> None:
+    def pay(self, directions: Directions, order: int) -> _Pass | None:
         """A backward pass, if one runs, opens the round of the forward round `order` next, or
-        needs none. `has_opened` follows where it has.
+        needs none. `has_opened` of the pass follows where it has.
         """
         running = self._running(directions)
         if running is not None:
             running.due.pop(order, None)
-
-    def has_opened(self, directions: Directions) -> None:
-        """The backward pass has opened its round."""
-        running = self._running(directions)
-        if running is not None:
-            running.round = directions.backward.exchange.rounds.count
+        return running
 
     def _running(self, directions: Directions) -> _Pass | None:
         number = torch._C._current_graph_task_id()
@@ -165,13 +171,18 @@ class BackwardDebts:
 
         def ended() -> None:
             running.due.clear()
-            if directions.backward.exchange.rounds.state == CLOSED:
-                finish.detach()
-            else:  # nobody asked for the gradients of its tokens
-                finish()
+            _watched.discard(watch)
+            # Otherwise nobody asked for the gradients of its tokens.
+            if directions.backward.exchange.rounds.state != CLOSED:
+                self._settle(directions, running)
 
-        finish = finalize(ended, self._settle, directions, running)
-        finish.atexit = False
+        def dropped(watch: ref[Callable[[], None]]) -> None:
+            _watched.discard(watch)
+            self._settle(directions, running)
+
+        # As `finalize` does it, which takes the host three times as long.
+        watch = ref(ended, dropped)
+        _watched.add(watch)
         torch.autograd.Variable._execution_engine.queue_callback(ended)
         return running
 
@@ -206,8 +217,7 @@ class _DroppedByErrors(AbstractContextManager[None]):
         self._directions = directions
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        of_round = (EPAbortedError, EPMismatchError, EPTimeoutError)
-        if kind is not None and issubclass(kind, of_round):
+        if kind is not None and issubclass(kind, ERRORS_OF_ALL):
             self._debts.drop(self._directions)
 
 
@@ -227,3 +237,5 @@ _directions = Registry[Directions](
 )
 find = _directions.find
 _orders = itertools.count()
+# Of backward passes that run: each sees that the engine drops the callback of its end.
+_watched = set[ref[Any]]()

@@ -10,6 +10,7 @@ import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor
 
+from epmoe.exchange.exchange import Exchange
 from epmoe.exchange.handles import RoundShape
 from epmoe.group.errors import EPStateError
 from epmoe.native.arguments import (
@@ -146,11 +147,11 @@ class TrainingExchange:
         self._wire = TRAINING_FORMATS[payload]
         if ep.config.topology.num_nodes > 1:
             raise ValueError("training needs a group of one node: `topology.num_nodes` must be 1")
-        self._directions = Directions(Rounds(ep, self._wire), Rounds(backward or ep))
+        self.directions = Directions(Rounds(ep, self._wire), Rounds(backward or ep))
         with torch.inference_mode(False):
             self.anchor = torch.zeros(0, device=ep.device, requires_grad=True)
             """makes a round a part of every graph"""
-        self._wrappers = Wrappers(self, ep)
+        self.wrappers = Wrappers(self, ep)
 
     def dispatch(
         self,
@@ -198,7 +199,8 @@ class TrainingExchange:
                 with experts that are not spread, and takes them for alike on all ranks.
             EPError: what `ExpertParallel.dispatch` raises.
         """
-        if torch.compiler.is_compiling() and not fits_graphs():
+        compiles = torch.compiler.is_compiling()
+        if compiles and not fits_graphs():
             options = {"weights_on": weights_on, "num_rows": num_rows, "num_tokens": num_tokens}
             from epmoe.local.between_graphs import between_graphs
 
@@ -210,6 +212,8 @@ class TrainingExchange:
             raise ValueError(
                 f"`weights_on` must be 'combine', 'rows' or 'both', got {weights_on!r}"
             )
+        if not compiles:
+            self.wrappers.check()
         ep = self.ep
         device = self.ep.device
         check_tensor("x", x, FLOATS, ("T", "D"), device)
@@ -229,9 +233,9 @@ class TrainingExchange:
             weights_on == "rows",
             tag,
             aligned,
-            self._directions.number,
+            self.directions.number,
         )
-        number = 0 if torch.compiler.is_compiling() else ep.exchange.rounds.count
+        number = 0 if compiles else ep.exchange.rounds.count
         kept = None if by_experts else row_weights
         pending = Pending(link, ids, weights, tokens, num_real, kept, aligned, number)
         alignment = ep.config.alignment if aligned else 1
@@ -247,8 +251,6 @@ class TrainingExchange:
         aligned: bool,
     ) -> Opening:
         """Check the arguments of `dispatch`, with its errors, besides ids and weights."""
-        if not torch.compiler.is_compiling():
-            self._wrappers.check()
         block = self._wire.block
         if block and (x.shape[1] % block or x.shape[1] > _MOST_FP8):
             raise ValueError(
@@ -294,7 +296,7 @@ class TrainingExchange:
             num_tokens,
             num_real,
             aligned,
-            self._directions.number,
+            self.directions.number,
         )
         return y
 
@@ -308,14 +310,29 @@ class TrainingExchange:
         if torch.compiler.is_compiling():
             yield
             return
+        exchange = self.ep.exchange
+        before = exchange.rounds.count
         try:
-            with self.ep.exchange.giving_up(
-                lambda: self.skip(shape(), weights_on=weights_on, tag=tag)
-            ):
-                yield
+            yield
         except BaseException:
-            self._directions.debts.drop(self._directions)
+            self.give_up(exchange, before, tag, weights_on, shape)
             raise
+
+    def give_up(
+        self,
+        exchange: Exchange,
+        before: int,
+        tag: int,
+        weights_on: WeightsOn,
+        shape: Callable[[], RoundShape],
+    ) -> None:
+        """What `giving_up` does with an exception. `exchange` is that of `ep` where the block
+        began, and `before` its count of rounds there.
+        """
+        try:
+            exchange.give_up(before, lambda: self.skip(shape(), weights_on=weights_on, tag=tag))
+        finally:
+            self.directions.debts.drop(self.directions)
 
     def skip(self, shape: RoundShape, *, weights_on: WeightsOn = "combine", tag: int = 0) -> None:
         """Take part in a forward round without tokens, and abort it, as `ExpertParallel.skip` does,
@@ -323,13 +340,13 @@ class TrainingExchange:
 
         Arguments are those of `dispatch` on the other ranks.
         """
-        with self._directions.numbering():
-            self._directions.forward.skip(shape, tag, ON_ROWS if weights_on == "rows" else FORWARD)
+        with self.directions.numbering():
+            self.directions.forward.skip(shape, tag, ON_ROWS if weights_on == "rows" else FORWARD)
 
     @property
     def number(self) -> int:
         """The number by which operators find this exchange."""
-        return self._directions.number
+        return self.directions.number
 
     def __repr__(self) -> str:
         return f"TrainingExchange({self.ep!r})"

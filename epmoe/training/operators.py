@@ -138,9 +138,10 @@ def train_combine_backward(
     outputs = None if expert_rows is None or row_weights is None else contiguous_rows(expert_rows)
     debts = directions.debts
     with debts.dropped_by_errors(directions):
-        debts.pay(directions, order)
+        running = debts.pay(directions, order)
         arrived = directions.backward.out(call, num_rows, BACKWARD, outputs)
-        debts.has_opened(directions)
+        if running is not None:
+            running.has_opened(directions)
     if ends_here:
         directions.backward.exchange.abort(None)
     none = grad_y.new_empty(0, dtype=torch.float32)

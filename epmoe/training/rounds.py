@@ -12,13 +12,14 @@ of a copy a sum.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from epmoe.exchange.call import Call
-from epmoe.exchange.descriptors import CallerRows, Multiplied, returning
+from epmoe.exchange.descriptors import Way
 from epmoe.exchange.exchange import takes_turn
 from epmoe.exchange.handles import Dispatched, RoundShape
 from epmoe.exchange.node import NodeExchange
@@ -35,14 +36,6 @@ EXACT = -1  # as many rows as there are, which the host reads
 _SHARE = (
     3 / 4
 )  # of the multiprocessors: the rest is for kernels of NCCL that run during a round of training
-
-
-class Way(NamedTuple):
-    """What a round does with weights."""
-
-    adds_only: bool  # it adds without weights
-    returns_values: bool  # it brings a value of each pair back
-    keeps_zeros: bool = True  # pairs of weight 0 have a row, since their weight has a gradient
 
 
 FORWARD = Way(adds_only=False, returns_values=False)
@@ -62,6 +55,21 @@ class TrainingRows(NamedTuple):
     products: Tensor | None
     """fp32 [N]: rows have been multiplied by their weights, and these are their products with the
     outputs; or None
+    """
+
+
+class Multiplied(NamedTuple):
+    """Rows that are gradients of weighted outputs: each becomes its product with its weight as it
+    arrives.
+    """
+
+    outputs: Tensor
+    """[N, D], in x's dtype; rows of at most `kMostProductBytes`, which start at multiples of 16
+    bytes
+    """
+    products: Tensor
+    """fp32 [N, `kProductParts`], zeros: a row's parts become the sum of its products with its
+    outputs
     """
 
 
@@ -93,44 +101,50 @@ class Rounds:
         arrive as products with their weights: see `TrainingRows`.
         """
         exchange = self.exchange
-        x = call.x
-        e = self.ep.num_local_experts
-        N = exchange.plan.sizes["max_rows"] if num_rows == EXACT else num_rows
-        width = self._wire.row_items(x.shape[1], x.dtype)
-        dtype = self._wire.dtype_of(x.dtype)
-        into = CallerRows(
-            rows=None if num_rows == EXACT else x.new_empty(N, width, dtype=dtype),
-            expert_offsets=x.new_empty(e + 1, dtype=torch.int32),
-            tokens_per_expert=x.new_empty(e, dtype=torch.int32),
-            row_weights=None if way.returns_values else x.new_empty(N, dtype=torch.float32),
-            **way._asdict(),
-            wire=self._wire,
-            multiplies=None if outputs is None else self._multiplied(x, outputs),
-        )
-        with exchange.giving_up():
-            rows = _dispatch(exchange, call, into, self._num_sms)
-            row_weights = into.row_weights
-            if num_rows == EXACT:
-                N = int(into.expert_offsets[-1])
-                rows = rows[:N]
-                row_weights = None if row_weights is None else row_weights[:N].clone()
-            if self._wire.packed:
-                rows = ops.unpack_fp8(rows, x, into.expert_offsets)
-                if num_rows != EXACT:
-                    zero_tail_(rows, into.expert_offsets)
-            elif num_rows == EXACT:
-                rows = rows.clone()
-        products = None if into.multiplies is None else into.multiplies.products.sum(1)
-        return TrainingRows(
-            rows, into.expert_offsets, into.tokens_per_expert, row_weights, products
-        )
+        before = exchange.rounds.count
+        try:
+            return self._out(exchange, call, num_rows, way, outputs)
+        except BaseException:
+            exchange.give_up(before)
+            raise
 
-    def _multiplied(self, x: Tensor, outputs: Tensor) -> Multiplied | None:
+    def _out(
+        self,
+        exchange: NodeExchange,
+        call: Call,
+        num_rows: int,
+        way: Way,
+        outputs: Tensor | None,
+    ) -> TrainingRows:
+        """`out`, whose exception leaves the round open."""
+        x = call.x
+        multiplied = None
+        if outputs is not None:
+            multiplied = self._multiplied(exchange, x, outputs)
+        rows, offsets, tokens, weights = _dispatch(
+            exchange, call, num_rows, way, self._wire, multiplied, self._num_sms
+        )
+        row_weights = None if way.returns_values else weights
+        if num_rows == EXACT:
+            N = int(offsets[-1])
+            rows = rows[:N]
+            if row_weights is not None:
+                row_weights = row_weights[:N].clone()
+        if self._wire.packed:
+            rows = ops.unpack_fp8(rows, x, offsets)
+            if num_rows != EXACT:
+                zero_tail_(rows, offsets)
+        elif num_rows == EXACT:
+            rows = rows.clone()
+        products = None if multiplied is None else multiplied.products.sum(1)
+        return TrainingRows(rows, offsets, tokens, row_weights, products)
+
+    def _multiplied(self, exchange: NodeExchange, x: Tensor, outputs: Tensor) -> Multiplied | None:
         """The outputs with which dispatch of tokens `x` multiplies its rows. None where a pass over
         the rows has to do it later: a call by the LL protocol is too short to gain, and only
         kernels on GPUs multiply.
         """
-        few = x.shape[0] <= self.exchange.plan.sizes["ll_max_tokens"]
+        few = x.shape[0] <= exchange.plan.sizes["ll_max_tokens"]
         row_bytes, stride = (each * x.itemsize for each in (x.shape[1], outputs.stride(0)))
         if (
             few
@@ -154,62 +168,74 @@ class Rounds:
 
     def back(self, rows: Tensor) -> Tensor:
         """Combine in the open round: rows [N, D] → y [T, D]."""
-        return self.exchange.combine("expert", rows, self._open("combine"), None)
+        exchange = self.exchange
+        return exchange.combine("expert", rows, _open(exchange, "combine"), None)
 
     def back_with_values(self, rows: Tensor, row_values: Tensor) -> tuple[Tensor, Tensor]:
         """Combine in the open round, with values fp32 [N], contiguous → y [T, D] and the value of
         each pair, fp32 [T, K], 0 where it has no row.
         """
-        dispatched = self._open("the backward pass of dispatch")
+        exchange = self.exchange
+        dispatched = _open(exchange, "the backward pass of dispatch")
         sent = dispatched.sent
         T = sent.num_tokens
         K = sent.template.shape.top_k
         pair_values = row_values.new_empty(max(T * K, 1))  # an empty tensor has no address
-        if not len(row_values):
+        if not row_values.shape[0]:
             row_values = row_values.new_empty(1)
         assert sent.descriptor is not None
-        sent.descriptor = returning(sent.descriptor, row_values, pair_values)
-        return self.exchange.combine("expert", rows, dispatched, None), pair_values[: T * K].view(
-            T, K
-        )
+        exchange.descriptors.return_values(sent.descriptor, row_values, pair_values)
+        y = exchange.combine("expert", rows, dispatched, None)
+        return y, pair_values[: T * K].view(T, K)
 
-    def _open(self, call: str) -> Dispatched:
-        rounds = self.exchange.rounds
-        handle = rounds.handle
-        if rounds.state != DISPATCHED or not isinstance(handle, Dispatched):
-            raise EPStateError(
-                f"{call} needs an open round, but none is open: it was aborted or belongs elsewhere"
-            )
-        return handle
+
+def _open(exchange: NodeExchange, call: str) -> Dispatched:
+    """The handle of the open round, which `call` closes."""
+    rounds = exchange.rounds
+    handle = rounds.handle
+    if rounds.state != DISPATCHED or not isinstance(handle, Dispatched):
+        raise EPStateError(
+            f"{call} needs an open round, but none is open: it was aborted or belongs elsewhere"
+        )
+    return handle
 
 
 @takes_turn
-def _dispatch(exchange: NodeExchange, call: Call, into: CallerRows, num_sms: int) -> Tensor:
-    """Expert-major rows in memory of the caller's, which outlives the round, or else in the window.
-    The open round has the offsets and counts of `into`. A kernel uses at most `num_sms`
-    multiprocessors.
+def _dispatch(
+    exchange: NodeExchange,
+    call: Call,
+    num_rows: int,
+    way: Way,
+    wire: WireFormat,
+    multiplied: Multiplied | None,
+    num_sms: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Expert-major rows in memory of the caller's, which outlives the round, or else in the window;
+    their offsets and counts, which the open round has, too; and their weights, [0] where values
+    return. A kernel uses at most `num_sms` multiprocessors.
     """
     sent = exchange.opened(call)
     assert sent.descriptor is not None
     exchange.rows_key = "capacity.max_expert_rows, or `num_rows` in training,"
-    scratch = exchange.memory[1].data_ptr()
-    sent.descriptor = exchange.descriptors.for_training(sent.descriptor, into, scratch, num_sms)
-    x, ids, weights, scales, tokens, num_rows, *memory, _ = sent.arguments
-    if into.wire.packed:
-        x = ops.pack_fp8(x, tokens, num_rows)
-    sent.arguments = x, ids, weights, scales, tokens, num_rows, *memory, sent.descriptor
-    exchange.launch(ops.dispatch, sent.arguments, DISPATCHED)
+    x, ids, weights, _, tokens, num_real, *memory, _ = sent.arguments
+    if wire.packed:
+        x = ops.pack_fp8(x, tokens, num_real)
+    prepared = exchange.descriptors.of_training(sent.descriptor, way, num_sms)
+    outputs, products = multiplied or (None, None)
+    arguments = (x, ids, weights, tokens, num_real, *memory, prepared, outputs, products, num_rows)
+
+    def again(found: tuple[Tensor, ...]) -> tuple[OpOverload, tuple[Any, ...]]:
+        """The operator of a round that has its memory, and has not ended."""
+        return ops.dispatch, (x, ids, weights, None, tokens, num_real, *memory, found[-1])
+
+    found = exchange.launch(ops.dispatch_to_caller, arguments, DISPATCHED, again)
+    rows, offsets, counts, row_weights, sent.descriptor = found
     dispatched = exchange.received(sent)
-    dispatched.expert_offsets, dispatched.tokens_per_expert = (
-        into.expert_offsets,
-        into.tokens_per_expert,
-    )
-    rows = into.rows
-    if rows is None:
-        wire = into.wire
+    dispatched.expert_offsets = offsets
+    dispatched.tokens_per_expert = counts
+    if num_rows == EXACT:
         dtype = call.x.dtype
-        rows = rows_as(
-            exchange.views["rows"], wire.dtype_of(dtype), wire.row_items(call.x.shape[1], dtype)
-        )
+        items = wire.row_items(call.x.shape[1], dtype)
+        rows = rows_as(exchange.views["rows"], wire.dtype_of(dtype), items)
     dispatched.rows = rows
-    return rows
+    return rows, offsets, counts, row_weights

@@ -4,7 +4,7 @@ logits.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -161,28 +161,34 @@ def _save(
     output: tuple[Tensor, Tensor],
 ) -> None:
     options = keyword_only_inputs
-    ctx.options = options
-    ctx.scoring = options["scoring"], options["renormalize"], options["renormalize_epsilon"]
-    ctx.factor = options["routed_scaling_factor"]
+    scoring = options["scoring"]
+    renormalize = options["renormalize"]
+    epsilon = options["renormalize_epsilon"]
+    factor = options["routed_scaling_factor"]
+    ctx.weighing = Weighing(scoring == "sigmoid", renormalize, epsilon, factor)
+    ctx.scoring = scoring, renormalize, epsilon
+    ctx.factor = factor
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(inputs[0], *output)
 
 
+class Weighing(NamedTuple):
+    """How weights follow from logits: the last arguments of the operator."""
+
+    is_sigmoid: bool
+    renormalize: bool
+    renormalize_epsilon: float
+    routed_scaling_factor: float
+
+
 def route_gradient(
-    grad_TK: Tensor, logits: Tensor, ids: Tensor, weights: Tensor, options: dict[str, Any]
+    grad_TK: Tensor, logits: Tensor, ids: Tensor, weights: Tensor, weighing: Weighing
 ) -> Tensor:
-    """The gradients [T, E] of the logits by those of weights [T, K] that `route` has given with
-    these options. They have no gradients.
+    """The gradients [T, E] of the logits by those of weights [T, K] that `route` has given. They
+    have no gradients.
     """
     grad_TE: Tensor = ops.route_backward(
-        grad_TK.float().contiguous(),
-        contiguous_rows(logits),
-        ids,
-        weights,
-        options.get("scoring", "softmax") == "sigmoid",
-        options.get("renormalize", False),
-        options.get("renormalize_epsilon", 0.0),
-        options.get("routed_scaling_factor", 1.0),
+        grad_TK.float().contiguous(), contiguous_rows(logits), ids, weights, *weighing
     )
     return grad_TE
 
@@ -195,7 +201,7 @@ def _gradients(ctx: Any, _: None, grad_TK: Tensor | None) -> tuple[Tensor | None
         return (None,) * 7
     logits, ids, weights = ctx.saved_tensors
     if not torch.is_grad_enabled():
-        return route_gradient(grad_TK, logits, ids, weights, ctx.options), *(None,) * 6
+        return route_gradient(grad_TK, logits, ids, weights, ctx.weighing), *(None,) * 6
     # Torch differentiates this once more; the operator above has no gradients of gradients.
     real = weights != 0  # not of padding, nor of a score that is not finite
     scores_TE, scores_TK, total_T1 = _scores(logits, ids, real, *ctx.scoring)

@@ -9,32 +9,26 @@ one's own see one by one.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple, Self, TypeGuard
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from epmoe.exchange.call import Call
-from epmoe.exchange.handles import RoundShape
-from epmoe.local.experts import GroupedExperts
-from epmoe.local.experts_gradients import (
-    Kept,
-    OfEach,
-    TrainedSegments,
-    TrainedWeights,
-    experts_backward,
-    experts_forward,
-)
+from epmoe.exchange.call import new_call
+from epmoe.local.experts import GroupedExperts, is_called_alone
+from epmoe.local.experts_gradients import OfEach, experts_backward, experts_forward
+from epmoe.local.gemm.gemm import Gating, Kept, TrainedSegments, TrainedWeights
 from epmoe.local.logits import logits_forward, weight_gradient, x_gradient
 from epmoe.local.recording import Routes
-from epmoe.local.route import route
-from epmoe.local.spread import gradient_of_whole, rows_of, spec_of
+from epmoe.local.route import Choice
+from epmoe.local.spread import gradient_of_whole
 from epmoe.local.stage import without_autocast
 from epmoe.native.named import is_looked_at
-from epmoe.training.debts import find
+from epmoe.training.debts import ERRORS_OF_ALL, Directions, find
 from epmoe.training.exchange import Opening, TrainingExchange
+from epmoe.training.models import check_spread
 from epmoe.training.rounds import BACKWARD, FORWARD
-from epmoe.training.route import route_gradient
+from epmoe.training.route import Weighing, route_gradient
 
 # Pairs of weight 0 have no gradients in a layer: their score has vanished, or is not finite.
 _OUT = FORWARD._replace(keeps_zeros=False)
@@ -44,26 +38,45 @@ _BACK = BACKWARD._replace(keeps_zeros=False)
 class Router(NamedTuple):
     """How logits are made, and how they choose experts."""
 
-    bias: Tensor | None
-    """fp32 [E], of the choice"""
-    options: dict[str, Any]
-    """of `epmoe.route`, with `top_k`"""
+    choice: Choice
+    weighing: Weighing
     invariant: bool
     """whether a token's logits have the same bits in any batch"""
 
+    @classmethod
+    def of(cls, choice: Choice, invariant: bool) -> Self:
+        weighing = Weighing(
+            choice.is_sigmoid,
+            choice.renormalize,
+            choice.renormalize_epsilon,
+            choice.routed_scaling_factor,
+        )
+        return cls(choice, weighing, invariant)
+
 
 class Step(NamedTuple):
-    """What a call of the layer is made of, besides its tensors with gradients."""
+    """What both passes of a call know, besides tensors."""
 
     number: int
     """by which the exchange is found, as long as it lives"""
     router: Router
-    gating: tuple[bool, float, float, float]
-    """the last fields of `TrainedSegments`"""
+    gating: Gating
     gemm: str
     """name of the GEMM with gradients"""
     averages_over: int
     """by which gradients of spread experts are divided"""
+    aligned: bool
+    num_real: int
+    """tokens, where no tensor says how many"""
+
+
+class Forward(NamedTuple):
+    """A call of the layer, besides its tensors with gradients."""
+
+    step: Step
+    directions: Directions
+    bias: Tensor | None
+    """fp32 [E], of the choice"""
     tag: int
     opening: Opening
 
@@ -87,32 +100,16 @@ class Trained(NamedTuple):
 
 
 def is_one_node(experts: object, *tensors: Tensor | None) -> TypeGuard[GroupedExperts]:
-    """Whether a call of a layer with these experts may be one node: they are `GroupedExperts`, and
-    nobody looks at the parts of the call.
+    """Whether an eager call of a layer with these experts may be one node: they are
+    `GroupedExperts`, and nobody looks at the parts of the call.
     """
-    if not isinstance(experts, GroupedExperts):
-        return False
-    if torch.compiler.is_compiling() or is_looked_at(tensors):
-        return False
-    if type(experts).forward is not GroupedExperts.forward or "forward" in vars(experts):
-        return False
-    return not has_hooks(experts)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether anything else than `forward` runs when the module is called."""
-    return bool(
-        module._forward_pre_hooks
-        or module._forward_hooks
-        or module._backward_pre_hooks
-        or module._backward_hooks
-        or torch.nn.modules.module._has_any_global_hook()
-    )
+    return is_called_alone(experts) and not is_looked_at(tensors)
 
 
 def run(
     exchange: TrainingExchange,
     router: Router,
+    bias: Tensor | None,
     router_weight: Tensor,
     logit_bias: Tensor | None,
     experts: GroupedExperts,
@@ -128,30 +125,43 @@ def run(
     x [T, D] is in the dtype of the experts, `router_weight` [E, D] and `logit_bias` [E]. Other
     arguments and errors are those of `TrainingExchange.dispatch`.
     """
+    exchange.wrappers.check()
+    gate_up, down, _, _, gate_up_bias, down_bias = experts.held()
+    if getattr(down, "_spec", None) is None or getattr(gate_up, "_spec", None) is None:
+        check_spread(exchange.ep, experts)
     opening = exchange.opening(x_TD, num_rows, num_tokens, aligned=False)
     step = Step(
         exchange.number,
         router,
         experts.gating,
-        experts.trained_gemm(),
+        experts.trained_gemm(x_TD.dtype),
         experts.averages_over,
-        tag,
-        opening,
+        opening.aligned,
+        opening.num_real,
     )
-    weights = experts.w_gate_up, experts.w_down, experts.gate_up_bias, experts.down_bias
     y, ids, weights_TK, logits, tokens = _Layer.apply(
-        step, exchange.anchor, x_TD, x_TD, router_weight, logit_bias, *weights
+        Forward(step, exchange.directions, bias, tag, opening),
+        exchange.anchor,
+        x_TD,
+        x_TD,
+        router_weight,
+        logit_bias,
+        gate_up,
+        down,
+        gate_up_bias,
+        down_bias,
     )
     return y, Routes(ids, weights_TK, logits, tokens)
 
 
 class _Layer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, step: Step, anchor: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-        given = Trained(*inputs)
-        weights = TrainedWeights(*map(rows_of, given[4:]))
-        with without_autocast(given.x.device):
-            return _forward(ctx, step, given, weights)
+    def forward(ctx: Any, call: Forward, anchor: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        device = inputs[0].device
+        if torch.is_autocast_enabled(device.type):
+            with without_autocast(device):
+                return _forward(ctx, call, Trained(*inputs))
+        return _forward(ctx, call, Trained(*inputs))
 
     @staticmethod
     def backward(
@@ -162,12 +172,20 @@ class _Layer(torch.autograd.Function):
         grad_logits: Tensor | None,
         _tokens: None,
     ) -> tuple[Tensor | None, ...]:
-        with without_autocast(ctx.device):
-            if not torch.is_grad_enabled():
-                return None, None, *_backward(ctx, grad_y, grad_weights, grad_logits)
-            with torch.no_grad():
-                grads = _backward(ctx, grad_y, grad_weights, grad_logits)
-        return None, None, *_without_gradients(grads)
+        grads = grad_y, grad_weights, grad_logits
+        if torch.is_autocast_enabled(ctx.device.type):
+            with without_autocast(ctx.device):
+                return _once_differentiable(ctx, *grads)
+        return _once_differentiable(ctx, *grads)
+
+
+def _once_differentiable(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients of the node's inputs, which have none themselves."""
+    if not torch.is_grad_enabled():
+        return None, None, *_backward(ctx, *grads)
+    with torch.no_grad():
+        found = _backward(ctx, *grads)
+    return None, None, *_without_gradients(found)
 
 
 def _without_gradients(grads: Trained) -> list[Tensor | None]:
@@ -180,45 +198,45 @@ def _without_gradients(grads: Trained) -> list[Tensor | None]:
 
 
 def _forward(
-    ctx: Any, step: Step, given: Trained, weights: TrainedWeights
+    ctx: Any, call: Forward, given: Trained
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    x_TD = given.x
-    directions = find(step.number)
-    exchange = directions.forward.exchange
-    opening = step.opening
+    step, directions, bias, tag, opening = call
     router = step.router
-    num_tokens = opening.num_real if opening.num_tokens is None else opening.num_tokens
+    x_TD = given.x
+    of_experts = given[4:]
+    weights = TrainedWeights(*[getattr(value, "_local_tensor", value) for value in of_experts])
+    forward = directions.forward
+    exchange = forward.exchange
+    num_tokens = opening.num_tokens
+    num_real = opening.num_real
 
     # Choose experts.
     logits_TE = logits_forward(
         x_TD, given.router_weight, given.logit_bias, invariant=router.invariant
     )
-    ids_TK, weights_TK = route(
-        logits_TE,
-        bias=router.bias,
-        num_tokens=num_tokens,
-        counters=exchange.views["health.counters"],
-        **router.options,
-    )
+    counters = exchange.views["health.counters"]
+    ids_TK, weights_TK = router.choice.of(logits_TE, bias, num_tokens, num_real, counters)
 
-    # Tokens to their experts, and back. The link is explained in operators.py.
-    call = Call(
-        x_TD, ids_TK, weights_TK, num_tokens=num_tokens, tag=step.tag, aligned=opening.aligned
-    )
+    # Tokens to their experts, and back.
+    real = num_real if num_tokens is None else num_tokens
+    arguments = (x_TD, ids_TK, weights_TK, None, real, "expert", False, tag)
+    sent = new_call((*arguments, step.aligned, None))
     with directions.numbering():
-        arrived = directions.forward.out(call, opening.num_rows, _OUT)
-    link = directions.new_link()
-    segments = TrainedSegments(arrived.expert_offsets, None, *step.gating)
+        arrived = forward.out(sent, opening.num_rows, _OUT)
+    number = directions.last_number()
+    offsets = arrived.expert_offsets
+    segments = TrainedSegments(offsets, None, *step.gating)
     out_ND, gate_up = experts_forward(arrived.rows, weights, segments, step.gemm)
-    y_TD = directions.forward.back(out_ND)
+    y_TD = forward.back(out_ND)
 
     # Keep what gradients need. What only a frozen part needs is not kept.
     needs = Trained(*ctx.needs_input_grad[2:])
     ctx.device = x_TD.device
     ctx.x_dtype = x_TD.dtype
-    ctx.step = step._replace(opening=opening._replace(num_tokens=None))
+    ctx.step = step
+    ctx.number = number
     ctx.num_rows = arrived.rows.shape[0]
-    ctx.specs = [spec_of(value) for value in given[4:]]
+    ctx.specs = [getattr(value, "_spec", None) for value in of_experts]
     ctx.generation = directions.generation
     ctx.mark_non_differentiable(ids_TK, arrived.tokens_per_expert)
     ctx.set_materialize_grads(False)
@@ -228,9 +246,8 @@ def _forward(
         logits_TE,
         ids_TK,
         weights_TK,
-        link,
-        opening.num_tokens,
-        arrived.expert_offsets,
+        num_tokens,
+        offsets,
         arrived.rows if needs.gate_up else None,
         gate_up,
         arrived.row_weights,
@@ -239,20 +256,20 @@ def _forward(
         weights.gate_up_bias,
         weights.down_bias,
     )
-    shape = RoundShape(x_TD.shape[1], ids_TK.shape[1], x_TD.dtype, aligned=opening.aligned)
-    ctx.order = directions.debts.add(ctx, shape, link)
+    template = exchange.rounds.template
+    assert template is not None
+    ctx.order = directions.debts.add(ctx, template.shape, number)
     return y_TD, ids_TK, weights_TK, logits_TE, arrived.tokens_per_expert
 
 
 def _backward(
     ctx: Any, grad_y: Tensor | None, grad_weights: Tensor | None, grad_logits: Tensor | None
 ) -> Trained:
-    x_TD, router_weight, logits_TE, ids_TK, weights_TK, link, num_tokens, offsets, *kept = (
+    x_TD, router_weight, logits_TE, ids_TK, weights_TK, num_tokens, offsets, *kept = (
         ctx.saved_tensors
     )
     step = ctx.step
     router = step.router
-    opening = step.opening
     directions = find(step.number)
     debts = directions.debts
     needs = Trained(*ctx.needs_input_grad[2:])
@@ -264,26 +281,31 @@ def _backward(
     else:
         # Gradients of y to the experts, and back with those of rows and of their weights.
         directions.check_generation(ctx.generation)
-        real = opening.num_real if num_tokens is None else num_tokens
-        call = Call(
-            grad_y, ids_TK, weights_TK, num_tokens=real, tag=int(link), aligned=opening.aligned
-        )
-        with debts.dropped_by_errors(directions):
-            debts.pay(directions, ctx.order)
-            arrived = directions.backward.out(call, ctx.num_rows, _BACK)
-            debts.has_opened(directions)
+        backward = directions.backward
+        real = step.num_real if num_tokens is None else num_tokens
+        arguments = (grad_y, ids_TK, weights_TK, None, real, "expert", False, ctx.number)
+        sent = new_call((*arguments, step.aligned, None))
+        # Not by `dropped_by_errors`, whose context manager would cost each layer 1 µs.
+        try:
+            running = debts.pay(directions, ctx.order)
+            arrived = backward.out(sent, ctx.num_rows, _BACK)
+            if running is not None:
+                running.has_opened(directions)
             segments = TrainedSegments(offsets, None, *step.gating)
             # Other ranks need the gradients of rows and of their weights, whatever is frozen here.
             wanted = OfEach(True, True, *needs[4:])
             of_experts = experts_backward(arrived.rows, Kept(*kept), segments, wanted, step.gemm)
-            grad_x, by_weights = directions.backward.back_with_values(
+            grad_x, by_weights = backward.back_with_values(
                 of_experts["rows"], of_experts["row_weights"]
             )
+        except ERRORS_OF_ALL:
+            debts.drop(directions)
+            raise
         grad_weights = by_weights if grad_weights is None else grad_weights + by_weights
 
     # Through route to the router, which has a gradient of x of its own.
     if grad_weights is not None:
-        by_route = route_gradient(grad_weights, logits_TE, ids_TK, weights_TK, router.options)
+        by_route = route_gradient(grad_weights, logits_TE, ids_TK, weights_TK, router.weighing)
         grad_logits = by_route if grad_logits is None else grad_logits + by_route
     grad_scored = None
     grad_router = None
@@ -297,8 +319,10 @@ def _backward(
         if needs.logit_bias:
             grad_bias = grad_logits.sum(0)
 
-    of_weights = [
-        gradient_of_whole(of_experts.get(name), spec, step.averages_over)
-        for name, spec in zip(TrainedWeights._fields, ctx.specs, strict=True)
-    ]
+    of_weights = []
+    for name, spec in zip(TrainedWeights._fields, ctx.specs, strict=True):
+        grad = of_experts.get(name)
+        if spec is not None:
+            grad = gradient_of_whole(grad, spec, step.averages_over)
+        of_weights.append(grad)
     return Trained(grad_x, grad_scored, grad_router, grad_bias, *of_weights)

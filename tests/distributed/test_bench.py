@@ -21,7 +21,7 @@ from epmoe.bench.report import Job
 from epmoe.bench.sample import Sample
 from epmoe.bench.sides import Fused, Side
 from epmoe.bench.timing import Times
-from epmoe.bench.trained_layer import OverExchange, TrainedLayer
+from epmoe.bench.trained_layer import EagerLayer, OverExchange, TrainedLayer
 from epmoe.local.spread import local_view
 from epmoe.training import TrainingExchange
 
@@ -295,9 +295,11 @@ def test_training(make, monkeypatch):
         (row["tokens"], row["side"]) for row in report.results
     ] == sides_of_all and report.benchmark == "training"
     for row in report.results:
-        assert (
-            row["layer"] == row["forward"] + row["backward"] and "memory" not in row
-        )  # which is of GPUs
+        assert row["layer"] == row["forward"] + row["backward"]
+        assert "memory" not in row  # which is of GPUs
+        is_ours = row["side"] == "epmoe"
+        assert ("eager_forward" in row) == ("eager_backward" in row) == is_ours
+        assert not is_ours or min(row["eager_forward"], row["eager_backward"]) > 0
         products_us = 6 * row["tokens"] * 3 * 256 * 128 * 1e-6
         assert row["forward_tflops"] * row["forward"] == pytest.approx(products_us)
         assert row["backward_tflops"] * row["backward"] == pytest.approx(2 * products_us)
@@ -325,6 +327,30 @@ def test_the_trained_layer_is_a_moe_layer(make, size):
         of_layer = layer(trained.x_TD)
         wanted = map(local_view, torch.autograd.grad(of_layer, inputs, trained.grad_TD))
         assert torch.equal(y, of_layer) and all(map(torch.equal, gradients, wanted))
+
+
+def test_an_eager_layer_computes_what_the_trained_layer_does(make):
+    config = make(intermediate_size=128)
+    with ExpertParallel(config) as ep:
+        experts = random_experts(config, ep.rank, ep.device, Precision.PLAIN).requires_grad_()
+        exchange = TrainingExchange(ep)
+        through = OverExchange(exchange, experts)
+        trained = TrainedLayer("trained", Sample(config, ep.rank, 16), "zipf", experts, through)
+        y, *wanted = trained.results()
+        eager = EagerLayer(trained, exchange, experts, through.num_rows)
+        y_TD = eager.out()
+        gradients = map(local_view, eager.back(y_TD))
+        assert torch.equal(y_TD, y) and all(map(torch.equal, gradients, wanted))
+
+
+def test_a_layer_that_needs_more_has_no_eager_figures(make):
+    config = make(intermediate_size=128)
+    config = config.model_copy(
+        update={"routing": config.routing.model_copy(update={"selection_bias": True})}
+    )
+    report = training.run(Job(config, (4,), 1))
+    assert "`bias` must be given" in report.left_out["eager"]
+    assert "eager_forward" not in report.results[0]
 
 
 @pytest.mark.parametrize("wrong", ["all-to-all", "the layer over all-to-all"])

@@ -171,11 +171,13 @@ def _stage(experts: Any, up: Tensor, down: Tensor, has_function: bool) -> Stage:
     for weight in (up, down):
         place = (weight.device, weight.stride(), weight.data_ptr() % 16)
         layout.append((weight.dtype, weight.shape, *place))
-    if experts not in _stages or _stages[experts][0] != layout:
+    known = _stages.get(experts)
+    if known is None or known[0] != layout:
         if fp8.is_quantized(experts):
             fp8.check(experts)
         stage = Stage.choose("auto", up.detach(), down.detach())
         if same_bits:
             stage = stage._replace(gemms=(stage.trained,), alignment=1)
-        _stages[experts] = (layout, stage)
-    return _stages[experts][1]
+        known = (layout, stage)
+        _stages[experts] = known
+    return known[1]

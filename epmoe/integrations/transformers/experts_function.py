@@ -43,10 +43,7 @@ def _forward(
     trains = experts.trains(module, parameters, x_TD, weights_TK)
     if layers.static and not trains:
         allow_in_graphs(module, _forward)
-    # The experts of a rank lie in one block.
-    owned = layers.ep.placement.local_experts(layers.ep.rank)
-    first = owned[0] if owned else 0
-    ours = experts.computation(module, parameters, slice(first, first + len(owned)), trains)
+    ours = experts.computation(module, parameters, layers.held, trains)
     return layers.run(x_TD, ids_TK, weights_TK, ours, layers.tag_of(module))
 
 

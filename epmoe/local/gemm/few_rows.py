@@ -137,9 +137,9 @@ class FewRows(Gemm):
             scales = None
         gate_up, down, *scales_and_biases = weights[:6]
         # Weights are contiguous, or `problem_with` refuses them.
-        gate_up_scales, down_scales, gate_up_bias, down_bias = (
+        gate_up_scales, down_scales, gate_up_bias, down_bias = [
             None if given is None else given.contiguous() for given in scales_and_biases
-        )
+        ]
         return (
             rows.contiguous(),
             scales,

@@ -73,6 +73,50 @@ class Added(NamedTuple):
         return out.add_(self.gemm.product((low, None), (b, None), ends))
 
 
+class TrainedWeights(NamedTuple):
+    """The weights of experts with gradients, contiguous, in one dtype: fp32, fp16 or bf16."""
+
+    gate_up: Tensor
+    """[e, 2F, D]"""
+    down: Tensor
+    """[e, D, F]"""
+    gate_up_bias: Tensor | None
+    """[e, 2F]"""
+    down_bias: Tensor | None
+    """[e, D]"""
+
+
+class TrainedSegments(NamedTuple):
+    """Where each expert's rows lie, and what the activation does with them: the last arguments of
+    the operators of csrc.
+    """
+
+    offsets: Tensor
+    """int32 [e + 1], contiguous"""
+    tokens: Tensor | None
+    """int32 [e], rows of each segment without its gap; None: all"""
+    interleaved: bool
+    limit: float
+    """infinite for none"""
+    alpha: float
+    up_offset: float
+
+
+class Kept(NamedTuple):
+    """What the backward pass needs of the forward one. None where nobody asks for what it gives."""
+
+    rows: Tensor | None
+    """[N, D]"""
+    gate_up: Tensor
+    """[N, 2F], in front of the bias and the activation"""
+    row_weights: Tensor | None
+    """fp32 [N]"""
+    w_gate_up: Tensor | None
+    w_down: Tensor | None
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+
+
 class Weights(NamedTuple):
     """The experts, as `GroupedExperts` has them."""
 
@@ -180,11 +224,57 @@ class Gemm(ABC):
         """
         raise NotImplementedError
 
-    def multiply_for_weights(self, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+    def multiply_plain(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        """`multiply` of rows and weights in one dtype without scales, whatever the segments are."""
+        return self.multiply((rows, None), (weights, None), ends, alignment=1)
+
+    def multiply_for_weights(self, grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
         """grad [N, n]ᵀ · rows [N, k] → [e, n, k], by expert; 0 for an expert without rows. See
         `trains`.
         """
         raise NotImplementedError
+
+    def train(
+        self, rows: Tensor, weights: TrainedWeights, segments: TrainedSegments, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Both products with the activation between them: outputs [N, D] of rows [N, D] without
+        the bias behind, and [N, 2F] in front of `bias` and activation.
+        """
+        offsets, tokens, *gating = segments
+        ends = offsets[1:]
+        gate_up = self.multiply_plain(rows, weights.gate_up, ends)
+        activated, _ = ops.gated_activation(gate_up, offsets, tokens, bias, *gating, False)
+        return self.multiply_plain(activated, weights.down, ends), gate_up
+
+    def train_backward(
+        self,
+        grad: Tensor,
+        gate_up: Tensor,
+        kept: Kept,
+        w_down: Tensor,
+        segments: TrainedSegments,
+        needs_down: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients of `gate_up` [N, 2F], of row weights fp32 [N], and of rows, both weights: those
+        of rows with `w_gate_up`, and of that with rows. `gate_up` has its bias.
+        """
+        ends = segments.offsets[1:]
+        # The inputs of the second product come out of the activation's backward once more: [N, F]
+        # that nobody has kept.
+        grad_activated = self.multiply_plain(grad, w_down.transpose(1, 2), ends)
+        grad_gate_up, grad_weights, weighted = ops.weighted_gates_backward(
+            grad_activated, gate_up, kept.row_weights, *segments, needs_down
+        )
+        of_down = None
+        if needs_down:
+            of_down = self.multiply_for_weights(grad, weighted, ends)
+        grad_rows = None
+        if kept.w_gate_up is not None:
+            grad_rows = self.multiply_plain(grad_gate_up, kept.w_gate_up.transpose(1, 2), ends)
+        of_gate_up = None
+        if kept.rows is not None:
+            of_gate_up = self.multiply_for_weights(grad_gate_up, kept.rows, ends)
+        return grad_gate_up, grad_weights, grad_rows, of_gate_up, of_down
 
     def product(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int = 1) -> Tensor:
         """`multiply`, which torch.compile sees as one operator where it cannot trace it."""

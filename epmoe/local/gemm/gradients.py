@@ -44,9 +44,14 @@ def train_gemm(rows: Tensor, weights: Tensor, offsets: Tensor, gemm: str) -> Ten
     past the last segment are not read, and their products are undefined. An expert without rows
     gets gradients of 0.
     """
-    if not len(rows) or not len(weights):
-        return rows.new_empty(len(rows), weights.shape[1])
-    return GEMMS[gemm].multiply((rows, None), (weights, None), offsets[1:], alignment=1)
+    return product(rows, weights, offsets[1:], gemm)
+
+
+def product(rows: Tensor, weights: Tensor, ends: Tensor, gemm: str) -> Tensor:
+    """`train_gemm`, by the ends of the segments, for callers that need several products."""
+    if not rows.shape[0] or not weights.shape[0]:
+        return rows.new_empty(rows.shape[0], weights.shape[1])
+    return GEMMS[gemm].multiply_plain(rows, weights, ends)
 
 
 @train_gemm.register_fake
@@ -59,10 +64,15 @@ def train_gemm_weights(grad: Tensor, rows: Tensor, offsets: Tensor, gemm: str) -
     """grad [N, n]ᵀ · rows [N, k] → [e, n, k], by expert: gradients of weights, 0 for an expert
     without rows.
     """
-    e = len(offsets) - 1
-    if not len(rows) or not e:
+    return product_for_weights(grad, rows, offsets[1:], gemm)
+
+
+def product_for_weights(grad: Tensor, rows: Tensor, ends: Tensor, gemm: str) -> Tensor:
+    """`train_gemm_weights`, by the ends of the segments."""
+    e = ends.shape[0]
+    if not rows.shape[0] or not e:
         return rows.new_zeros(e, grad.shape[1], rows.shape[1])
-    return GEMMS[gemm].multiply_for_weights(grad, rows, offsets)
+    return GEMMS[gemm].multiply_for_weights(grad, rows, ends)
 
 
 @train_gemm_weights.register_fake

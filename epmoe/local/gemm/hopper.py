@@ -12,7 +12,15 @@ import functools
 import torch
 from torch import Tensor
 
-from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows, problem_on_hopper
+from epmoe.local.gemm.gemm import (
+    Gemm,
+    Kept,
+    Scaled,
+    TrainedSegments,
+    TrainedWeights,
+    plain_rows,
+    problem_on_hopper,
+)
 from epmoe.local.weight_formats import product_dtype
 from epmoe.native import ops
 from epmoe.native.arguments import MXFP4
@@ -65,9 +73,46 @@ class Hopper(Gemm):
             product = ops.hopper_gemm_mxfp4(plain, values, _whole(scales), ends)
         return product
 
-    def multiply_for_weights(self, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
-        gradient: Tensor = ops.hopper_gemm_weights(_whole(grad), _whole(rows), offsets[1:])
+    def multiply_plain(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        product: Tensor = ops.hopper_gemm(_whole(rows), weights, ends)
+        return product
+
+    def multiply_for_weights(self, grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+        gradient: Tensor = ops.hopper_gemm_weights(_whole(grad), _whole(rows), ends)
         return gradient
+
+    def train(
+        self, rows: Tensor, weights: TrainedWeights, segments: TrainedSegments, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        out, gate_up = ops.hopper_experts(
+            _whole(rows), weights.gate_up, weights.down, bias, *segments
+        )
+        return out, gate_up
+
+    def train_backward(
+        self,
+        grad: Tensor,
+        gate_up: Tensor,
+        kept: Kept,
+        w_down: Tensor,
+        segments: TrainedSegments,
+        needs_down: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        rows = kept.rows
+        if rows is not None:
+            rows = _whole(rows)
+        w_gate_up = kept.w_gate_up
+        found = ops.hopper_experts_backward(
+            _whole(grad), rows, gate_up, kept.row_weights, w_gate_up, w_down, *segments, needs_down
+        )
+        grad_gate_up, grad_weights, grad_rows, of_gate_up, of_down = found
+        return (
+            grad_gate_up,
+            grad_weights,
+            None if w_gate_up is None else grad_rows,
+            None if rows is None else of_gate_up,
+            of_down if needs_down else None,
+        )
 
 
 def _is_whole(tensor: Tensor) -> bool:
@@ -77,7 +122,7 @@ def _is_whole(tensor: Tensor) -> bool:
 
 def _whole(tensor: Tensor) -> Tensor:
     """The tensor, or a copy that TMA can read."""
-    if _is_whole(tensor):
+    if tensor.is_contiguous() and tensor.data_ptr() % _BYTES == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 

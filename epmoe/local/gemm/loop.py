@@ -44,9 +44,9 @@ class Loop(Gemm):
         """rows [n, k] · expert [m, k]ᵀ → out [n, m]"""
         torch.mm(rows, expert.T, out=out)
 
-    def multiply_for_weights(self, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+    def multiply_for_weights(self, grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
         self.refuse_capture(rows)
-        out = rows.new_empty(len(offsets) - 1, grad.shape[1], rows.shape[1])
-        for i, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
+        out = rows.new_empty(len(ends), grad.shape[1], rows.shape[1])
+        for i, (start, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
             torch.mm(grad[start:end].T, rows[start:end], out=out[i])
         return out

@@ -61,6 +61,10 @@ class TorchGrouped(Gemm):
         plain = plain_weights(weights)
         return F.grouped_mm(plain_rows(rows, plain.dtype), plain.transpose(1, 2), offs=ends)
 
-    def multiply_for_weights(self, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+    def multiply_plain(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        self.refuse_capture(weights)
+        return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+
+    def multiply_for_weights(self, grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
         self.refuse_capture(rows)
-        return F.grouped_mm(grad.t(), rows, offs=offsets[1:])
+        return F.grouped_mm(grad.t(), rows, offs=ends)

@@ -73,7 +73,9 @@ class Slots:
     """The weights of all slots of a rank: a row of gains [D], and data that only moves."""
 
     def __init__(self, ep: ExpertParallel, D: int, numbers: int) -> None:
-        self.ep, layers, S = ep, len(ep.slots), ep.num_local_experts
+        self.ep = ep
+        layers = len(ep.slots)
+        S = ep.num_local_experts
         self.rows = torch.full((layers, S, D), torch.nan, device=ep.device)
         self.data = torch.full((layers, S, numbers), -1, dtype=torch.int32, device=ep.device)
         self.load()
@@ -81,7 +83,8 @@ class Slots:
     def load(self) -> None:
         """All experts of this rank, also those that are here."""
         for layer, local, expert in self.held():
-            self.rows[layer, local], self.data[layer, local] = self.gain(layer, expert), expert
+            self.rows[layer, local] = self.gain(layer, expert)
+            self.data[layer, local] = expert
 
     def held(self) -> Iterator[tuple[int, int, int]]:
         """(layer, local slot, expert) of this rank."""

@@ -192,7 +192,8 @@ def parts_of(entries: Tensor, slots: Tensor) -> Tensor:
         for last, slot in (divmod(entry, NUMBERS) for entry in row):
             if begin < NUMBERS:
                 assert last >= begin and slots[slot] == x
-                parts[x, slot], begin = (last + 1 - begin) / NUMBERS, last + 1
+                parts[x, slot] = (last + 1 - begin) / NUMBERS
+                begin = last + 1
         assert begin == NUMBERS
     return parts
 

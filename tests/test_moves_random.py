@@ -64,7 +64,8 @@ def create(state, ranks: int = RANKS) -> None:
 
 
 def begin(state, ep: epmoe.ExpertParallel) -> None:
-    state.ep, state.slots = ep, Slots(ep, D, NUMBERS)
+    state.ep = ep
+    state.slots = Slots(ep, D, NUMBERS)
     state.fails = state.armed = False
     state.balancer = epmoe.Balancer(
         ep, every=2, weights=lambda tag, slot: weights(state, tag, slot)
@@ -291,7 +292,8 @@ def resize(state, folder: Path, seed: int, size: int) -> int | None:
     ep = state.ep
     common = random.Random(seed)
     draw = random.Random(1000 * seed + state.ep.rank)
-    target, state.fails = draw_slots(common, L, E, ep.size, S, most=2), False
+    target = draw_slots(common, L, E, ep.size, S, most=2)
+    state.fails = False
     slot_weights = partial(weights, state)
     options = {
         "weights": slot_weights,

@@ -54,7 +54,8 @@ def gpt_oss(F: int = F, D: int = D) -> dict[str, Tensor]:
 
 def of_each(kind: str) -> dict[str, Tensor]:
     """Tensors of each expert in a format, or gates and ups in one and downs in another."""
-    tensors, (first, *_, last) = {}, kind.split(" and ") * 2
+    tensors = {}
+    first, *_, last = kind.split(" and ") * 2
     for x in range(E):
         for i, (name, (n, k)) in enumerate(PROJECTIONS.items()):
             seed = 10 * x + i

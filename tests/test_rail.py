@@ -248,7 +248,8 @@ def test_sums_after_a_failure_are_zeros(words, device):
     """
     slots_of = torch.zeros(3, 2, dtype=torch.int32, device=device)
     rows = torch.ones(1, 8, device=device)
-    void, (count, shown, stop) = rows.clone(), words
+    void = rows.clone()
+    count, shown, stop = words
     stop[1] = 1  # of the host, for which the mark would wait
     failed = torch.ones(1, dtype=torch.int32, device=device)
     ops.rail_mark(count, shown, failed, stop, False, void.view(torch.uint8).flatten(), 1)
@@ -262,7 +263,8 @@ def test_sums_after_a_failure_are_zeros(words, device):
     for (returned, last, latches, noticed, want), T in itertools.product(cases, (3, 0)):
         missed = torch.zeros(40).long().to(device)
         latched = torch.full((1,), latches, device=device).int()
-        missed[39], word = last, torch.full((1,), noticed).pin_memory()
+        missed[39] = last
+        word = torch.full((1,), noticed).pin_memory()
         y = torch.full((T, 8), torch.nan, device=device)
         ops.rail_sum(rows, returned, slots_of[:T], 1, 0, missed, latched, word, y)
         torch.cuda.synchronize()
@@ -309,7 +311,8 @@ def test_what_the_host_sees_of_transfers(words):
 @ON_GPUS
 def test_a_node_that_has_failed_sends_no_more(words, device):
     """The transfer starts once the host has cut the rail, and its slabs are void."""
-    (count, shown, stop), latched = words, torch.zeros(1, dtype=torch.int32, device=device)
+    count, shown, stop = words
+    latched = torch.zeros(1, dtype=torch.int32, device=device)
     slabs = torch.zeros(3, 32, dtype=torch.uint8, device=device)
     call = count, shown, latched, stop, False, slabs.flatten(), 3
     ops.rail_mark(*call)
@@ -330,7 +333,8 @@ def test_a_node_that_has_failed_sends_no_more(words, device):
 @ON_GPUS
 def test_a_cut_transfer_latches(words, device):
     """No kernel behind it takes leftovers for rows."""
-    (count, shown, stop), latched = words, torch.zeros(1, dtype=torch.int32, device=device)
+    count, shown, stop = words
+    latched = torch.zeros(1, dtype=torch.int32, device=device)
     for cut in (0, 1):
         stop[2] = cut
         ops.rail_mark(count, shown, latched, stop, True, None, 0)

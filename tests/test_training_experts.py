@@ -79,11 +79,9 @@ def test_experts(device, dtype, options):
     rows = randn(N, D, seed=5).to(dtype)
     weights = randn(N, seed=6)
     grad = randn(N, D, seed=7).to(dtype)
-    rows[real:], weights[real:], grad[real:] = (
-        torch.nan,
-        torch.nan,
-        torch.nan,
-    )  # nobody may read these
+    rows[real:] = torch.nan
+    weights[real:] = torch.nan
+    grad[real:] = torch.nan  # nobody may read these
     unweighted, _ = plain(experts, rows, OFFSETS, torch.ones(N))
     want, leaves = plain(experts, rows, OFFSETS, weights)
     (want * grad[:real].double()).sum().backward()
@@ -152,9 +150,9 @@ def test_gaps(device, dtype, weighted, biased):
         (range(N), offsets, tokens),
         (range(N), offsets, None),
     ):
-        at, (starts, counts) = (
-            list(at),
-            (None if v is None else torch.as_tensor(v).int().to(device) for v in (starts, counts)),
+        at = list(at)
+        starts, counts = (
+            None if v is None else torch.as_tensor(v).int().to(device) for v in (starts, counts)
         )
         x = rows[at].to(dtype).to(device).requires_grad_()
         w = weights[at, 0].to(device).requires_grad_() if weighted else None
@@ -196,7 +194,8 @@ def test_the_activation_writes_zeros_into_gaps_and_nothing_past_the_end(
     want = [ops.weighted_gates(gate_up, weights, offsets, None, *gating)]
     want += ops.weighted_gates_backward(grad, gate_up, weights, offsets, None, *gating, True)
     for given in (gate_up, grad, weights):
-        given[3], given[12:] = torch.nan, torch.nan
+        given[3] = torch.nan
+        given[12:] = torch.nan
     with poisoned_memory():
         got = [ops.weighted_gates(gate_up, weights, offsets, tokens, *gating)]
         got += ops.weighted_gates_backward(grad, gate_up, weights, offsets, tokens, *gating, True)

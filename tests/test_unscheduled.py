@@ -28,7 +28,8 @@ class Gpu:
     """One stream, whose work ends when a test says so, and the host that looks."""
 
     def __init__(self) -> None:
-        self.state, self.stream = layouts.struct("RoundState")(), list[Callable[[], None]]()
+        self.state = layouts.struct("RoundState")()
+        self.stream = list[Callable[[], None]]()
         self.errors = [0, 0]
         self.time_s = 100.0
         self.phases = 0
@@ -154,7 +155,8 @@ def test_the_caller_goes_on_launching(gpu):
     gpu.launch()
     looks = 0
     while (late := gpu.look("launch")) is None:
-        gpu.phases, looks = gpu.phases + 2, looks + 1
+        gpu.phases += 2
+        looks += 1
         gpu.stream.append(Kernel(gpu).run)
     assert late == Late(0, 4) and looks * LOOK_S <= TIMEOUT_S + 3 * LOOK_S
 

@@ -432,7 +432,8 @@ def test_first_weights_of_experts_that_move_elsewhere(ep, layer, folder):
 class Block(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.layer, self.norm = layer, nn.Linear(3, 3)
+        self.layer = layer
+        self.norm = nn.Linear(3, 3)
 
 
 def wrapped(kind: str, block: nn.Module) -> nn.Module:

@@ -279,7 +279,8 @@ def expected_rows(
     config: EPConfig, placement: Placement, slabs: Slabs, rank: int, alignment: int | None = None
 ) -> Permuted:
     """`alignment` in rows, by default that of rounds that ask for none."""
-    capacity, (on_ranks, local) = config.capacity, inside(config, placement, rank)
+    capacity = config.capacity
+    on_ranks, local = inside(config, placement, rank)
     limit = capacity.max_expert_rows
     alignment = alignment or capacity.alignment or 1
     return permute_reference(

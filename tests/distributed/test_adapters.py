@@ -117,7 +117,8 @@ def test_each_token_gets_its_adapter(open_ep, device, rank, options):
         none = layer(x) if rank == 0 else layer(x, adapter_ids=torch.full_like(numbers, -1))
         assert torch.equal(none, plain(x))
         real = tokens - 2 if tokens else 0
-        x[real:], numbers[real:] = torch.nan, 1
+        x[real:] = torch.nan
+        numbers[real:] = 1
         y = layer(x, real, adapter_ids=numbers.long())
         assert_close(y[:real], want(layer, x[:real], numbers[:real]), slack=4)
         assert not y[real:].any()

@@ -51,7 +51,8 @@ class Model:
             (randn(E, 2 * D, D, seed=30 + layer) / D**0.5, randn(E, D, D, seed=40 + layer) / D**0.5)
             for layer in range(L)
         ]
-        self.ep, self.load = ep, torch.zeros(STEPS, L, E)
+        self.ep = ep
+        self.load = torch.zeros(STEPS, L, E)
         self.layers = [
             MoELayer.from_full(ep, router.clone(), *weights)
             for router, weights in zip(self.routers, self.experts, strict=True)
@@ -331,7 +332,9 @@ def test_ticks_and_calls_past_the_numbers_of_31_bits(ep, size, rank):
     """
     model = Model(ep)
     balancer = Balancer(ep, every=1, policy=Planned())
-    ep.live.ticks, ep.live.finishes, ep.live.calls = 2**33, 2**31 - 2, 2**31 - 10
+    ep.live.ticks = 2**33
+    ep.live.finishes = 2**31 - 2
+    ep.live.calls = 2**31 - 10
     ep.live.mail.post(Word.PLAN, ep.live.calls << 32, range(size))
     if rank == 0:
         ep.live.mail.post(Word.LAST_PLAN, 2**31 - 2 << 32 | 2**31 - 10, range(size))

@@ -205,7 +205,8 @@ def on_gpus(make_ep, device: torch.device, payload: str, invariant: bool = True)
     gate_up = randn(E, 2 * F, D, seed=0) / D**0.5
     down = randn(E, D, F, seed=1) / F**0.5
     if payload == "fp8":
-        (gate_up, gate_up_scales), (down, down_scales) = quantized(gate_up), quantized(down)
+        gate_up, gate_up_scales = quantized(gate_up)
+        down, down_scales = quantized(down)
         scales = {"gate_up_scales": gate_up_scales, "down_scales": down_scales}
     else:
         gate_up = gate_up.bfloat16()

@@ -448,7 +448,8 @@ class Block(nn.Module):
 
     def __init__(self, layer: MoELayer) -> None:
         super().__init__()
-        self.exchange, self.mlp = TrainingExchange(layer.ep), nn.ModuleDict({"held": layer.experts})
+        self.exchange = TrainingExchange(layer.ep)
+        self.mlp = nn.ModuleDict({"held": layer.experts})
 
 
 def model_of(bench: Bench, ep: ExpertParallel, seed: int) -> nn.Module:

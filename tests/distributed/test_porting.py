@@ -19,7 +19,8 @@ def test_the_lines_give_what_the_page_says(make_ep, rank, size):
     ep = make_ep(experts=E, top_k=K, max_tokens=8)
     e = torch.arange(E).tensor_split(size)[rank]
     logits = torch.randn(T, E, generator=torch.Generator().manual_seed(rank))
-    logits[0], logits[1, 5] = torch.nan, torch.inf
+    logits[0] = torch.nan
+    logits[1, 5] = torch.inf
     ids = distinct_ids(T, E, K, seed=rank)
     weights = torch.full((T, K), 0.25)
     weights[2] = 0.0

@@ -127,9 +127,13 @@ def test_experts_with_adapters(device, dtype, options):
     experts = epmoe.GroupedExperts(
         gate_up.to(device, dtype), down.to(device, dtype), gemm="torch", **given, **options
     )
+
+    # One adapter, with number 2 of three. The other numbers are none.
     adapters = ExpertAdapters(experts, 3, 5)
     factors = adapter_models.draw(E, hidden, width, 3, seed=7)
     adapters.put_local(2, adapter_models.adapter_of(factors, E, ALL, 0.5))
+
+    # Nine rows of pairs and three of NaN, with a stride.
     offsets = torch.tensor([0, 3, 3, 7, 9], dtype=torch.int32, device=device)
     wide = torch.full((12, hidden + 16), torch.nan, dtype=out, device=device)
     rows = wide[:, :hidden]
@@ -137,10 +141,14 @@ def test_experts_with_adapters(device, dtype, options):
     numbers = torch.tensor(
         [2, -1, 0, 2, 2, 1, -1, 2, 9, 2, 7, -5], dtype=torch.int32, device=device
     )
+
+    # Rows without an adapter have the bits of experts without.
     got = experts(rows, offsets, added=adapters.of_rows(numbers))
     plain = experts(rows, offsets)
     has = numbers[:9] == 2
     assert torch.equal(got[:9][~has], plain[:9][~has])
+
+    # The others are those of experts with which the adapter is merged, in fp64.
     weights = {name: getattr(experts, name).double() for name in ("w_gate_up", "w_down")}
     for name, part in (("w_gate_up", "gate_up"), ("w_down", "down")):
         weights[name] = weights[name] + adapter_models.delta(factors, part, E, 0.5).to(device)
@@ -496,12 +504,15 @@ def test_files_that_are_refused(tmp_path):
         with pytest.raises(ValueError, match=says):
             load_adapter(tmp_path, block, ALL, sizes)
 
+    # No config, and configs that are none.
     config = tmp_path / "adapter_config.json"
     file = tmp_path / "adapter_model.safetensors"
     refused("adapter_config.json: cannot be read")
     for text in ("", "[]", "{", "null", "\xff"):
         config.write_bytes(text.encode("latin-1"))
         refused("adapter_config.json: cannot be read")
+
+    # Factors of another layer, and of experts of other sizes.
     adapter_models.save(tmp_path, FACTORS, BLOCK)
     refused(
         "nothing for `model.layers.1.mlp.experts`; of experts it has: base_model",
@@ -516,6 +527,8 @@ def test_files_that_are_refused(tmp_path):
             r"lora_A.weight \[.·r, k\] and lora_B.weight .* for r = 4 .* got lora_A.weight float32",
             sizes,
         )
+
+    # A factor of another dtype, too few factors, and too many.
     adapter_models.save(tmp_path, FACTORS, BLOCK, torch.int32)
     refused("got lora_A.weight int32")
     adapter_models.save(
@@ -538,9 +551,13 @@ def test_files_that_are_refused(tmp_path):
     }
     adapter_models.save(tmp_path, FACTORS, BLOCK, others=again)
     refused("`model.layers.0.mlp.experts` has two adapters of the shape")
+
+    # Modules of single experts: another number of them, and other sizes.
     adapter_models.save_single(tmp_path, FACTORS, BLOCK, ("gate_proj", "up_proj", "down_proj"), E)
     refused("none of 3 experts'", (3, D, 2 * F, F))
     refused(r"lora_A.weight \[r, k\] .* for r = 4 and n, k = 64, 16, got", (E, D, F, F // 2))
+
+    # A file that is cut off, empty or absent.
     file.write_bytes(file.read_bytes()[:-8])
     refused("adapter_model.safetensors: cannot be read")
     file.write_bytes(b"")

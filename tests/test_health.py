@@ -145,6 +145,7 @@ def test_a_mismatch_on_gpus_says_what_differs():
     weighted = 0
     training = 0
     tag = 63
+    # The bits of the value, from the lowest on.
     shape = (
         (D >> 2) - 1
         | aligned << 14
@@ -155,6 +156,8 @@ def test_a_mismatch_on_gpus_says_what_differs():
         | training << 24
     )
     shape |= tag << 26
+
+    # It is unpacked to the words of users.
     counts = count_words(shape)
     assert calls_of({"recv.counts": counts}, Peek(counts)) == [
         {
@@ -167,6 +170,8 @@ def test_a_mismatch_on_gpus_says_what_differs():
             "apply_router_weight_on_input": False,
         }
     ]
+
+    # A rank that differs in some bits: the error names these, and the values of both.
     for other, named in (
         (shape ^ 1 << 22, {"layout": ("expert", "rank")}),
         (shape ^ 1 << 23, {"apply_router_weight_on_input": (False, True)}),

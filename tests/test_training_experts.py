@@ -79,9 +79,10 @@ def test_experts(device, dtype, options):
     rows = randn(N, D, seed=5).to(dtype)
     weights = randn(N, seed=6)
     grad = randn(N, D, seed=7).to(dtype)
+    # Nobody may read these.
     rows[real:] = torch.nan
     weights[real:] = torch.nan
-    grad[real:] = torch.nan  # nobody may read these
+    grad[real:] = torch.nan
     unweighted, _ = plain(experts, rows, OFFSETS, torch.ones(N))
     want, leaves = plain(experts, rows, OFFSETS, weights)
     (want * grad[:real].double()).sum().backward()
@@ -138,11 +139,14 @@ def test_gaps(device, dtype, weighted, biased):
     experts = experts_of(dtype, device, **GPT_OSS, biased=biased)
     tokens = [3, 0, 5, 2]
     offsets = [0, 4, 4, 12, 16]
+    # Rows that are a pair's; NaN lies behind the last segment.
     real = [t for i, n in enumerate(tokens) for t in range(offsets[i], offsets[i] + n)]
     rows, grad, weights = (torch.zeros(N, n) for n in (D, D, 1))
     for seed, given in enumerate((rows, grad, weights)):
         given[real] = randn(len(real), given.shape[1], seed=seed)
         given[offsets[-1] :] = torch.nan
+
+    # Without gaps, with gaps, and with gaps of which nobody says how long they are.
     dense = torch.tensor([0, *torch.tensor(tokens).cumsum(0)])
     results = []
     for at, starts, counts in (
@@ -160,6 +164,8 @@ def test_gaps(device, dtype, weighted, biased):
         with poisoned_memory():
             out = experts(x, starts, row_weights=w, tokens_per_expert=counts)
             out.backward(grad[at].to(dtype).to(device))
+
+        # What the rows of pairs give, wherever they lie. Gaps give nothing.
         place = [at.index(t) for t in real]
         by_weights = [w.grad[place]] if weighted else []
         results.append(

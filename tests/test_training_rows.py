@@ -13,8 +13,9 @@ from epmoe.native import ops
 from epmoe.native.formats import WIRE_FORMATS
 
 N = 16
+# Row 3 is a gap, and rows from 12 on lie past the end.
 OFFSETS = [0, 4, 4, 12, 12]
-TOKENS = [3, 0, 10**6, 0]  # row 3 is a gap, rows from 12 on lie past the end
+TOKENS = [3, 0, 10**6, 0]
 REAL = [t for t in range(12) if t != 3]
 PACKED = WIRE_FORMATS["packed_fp8"]
 

@@ -370,6 +370,7 @@ def test_a_storm(open_ep, rank, size, seed, folder):
     layer = make_layer(ep)
 
     def load() -> None:
+        # One rank at most is given a folder that does not exist.
         number = random.randrange(3)
         file = random.randrange(2)
         bad = random.choice([None, *range(size)])
@@ -381,10 +382,13 @@ def test_a_storm(open_ep, rank, size, seed, folder):
             held[number] = ADAPTERS[file]
 
     def move() -> None:
+        # Each expert on one or two ranks.
         slots = torch.full((1, size * E), -1)
         for x in range(E):
             for to in random.sample(range(size), random.randint(1, min(2, size))):
                 slots[0, to * E + x] = x
+
+        # Rounds while they move, then what is left of the moves.
         ep.replace(slots)
         for _ in range(random.randrange(4)):
             serve()
@@ -406,6 +410,8 @@ def test_a_storm(open_ep, rank, size, seed, folder):
             experts = [max(x, 0) for x in ep.logical_experts(1)]
             layer.experts = GroupedExperts(GATE_UP[experts], DOWN[experts])
             ep.resume()
+
+        # Where a rank has lost experts, no rank serves adapters until they were loaded again.
         x, numbers = inputs(ep)
         if dist_any(lost):
             with pytest.raises(EPStateError if layer.adapters.lost else EPAbortedError):

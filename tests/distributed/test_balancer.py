@@ -221,8 +221,11 @@ def test_a_plan_stays_until_all_ranks_have_taken_it_up(ep, size, rank):
         assert may_publish.wait(50)
         return plan
 
+    # Rank 1 refuses every plan: it cannot read weights.
     weights = (lambda tag, slot: [1 // 0]) if rank == 1 else None
     balancer = Balancer(ep, every=1, policy=slow_policy, weights=weights)
+
+    # Loads of two steps. Rank 0 computes a plan from the first, and holds it back.
     for step in range(2):  # the second one's loads are for a second plan
         model.decode(torch.arange(8, device=ep.device), step)
         balancer.tick()
@@ -231,6 +234,8 @@ def test_a_plan_stays_until_all_ranks_have_taken_it_up(ep, size, rank):
         if rank == 0:
             tick_until(balancer, lambda: policy.calls == 1)
         dist.barrier()
+
+    # It publishes the plan, and takes it up. Rank 1 refuses it, the last rank has not looked yet.
     if rank == 0:
         may_publish.set()
         tick_until(balancer, lambda: balancer.plan is not None)
@@ -241,6 +246,8 @@ def test_a_plan_stays_until_all_ranks_have_taken_it_up(ep, size, rank):
             tick_until(balancer, lambda: False)
     ep.live.mail.flush()
     dist.barrier()
+
+    # Rank 0 has computed a second plan, which must not replace the first one yet.
     if rank == 0:
         tick_until(balancer, lambda: policy.calls == 2)
         for _ in range(20):
@@ -248,6 +255,8 @@ def test_a_plan_stays_until_all_ranks_have_taken_it_up(ep, size, rank):
             time.sleep(1e-3)
     ep.live.mail.flush()
     dist.barrier()
+
+    # So the late rank still reads the first one.
     if rank == size - 1:
         while (words := ep.live.mail.words()) is None:
             pass

@@ -147,9 +147,8 @@ def differing(
             of_weights.append([weight.grad for weight in weights])
         # Real tokens have the bits that they have alone, padding is zeros.
         for got, want in zip(found, wanted, strict=True):
-            wrong += (bits_of(got[:real]) != bits_of(want[numbers])).sum() + got[
-                real:
-            ].count_nonzero()
+            wrong += (bits_of(got[:real]) != bits_of(want[numbers])).sum()
+            wrong += got[real:].count_nonzero()
         if trains:
             # Serving has the bits of training, and both passes the same gradients of weights.
             with torch.no_grad():

@@ -345,6 +345,7 @@ def test_all_ranks_raise_wherever_a_handler_raises(
         else:
             checkpoint.full_state_dict(layer)
 
+    # The victim's handler raises at one line after the other, until a step runs without.
     held = number
     begin = time.monotonic()
     for outcomes in steps_until_whole(rank, step, victim=victim, files=PLACES, stride=stride):
@@ -352,6 +353,7 @@ def test_all_ranks_raise_wherever_a_handler_raises(
         others = {outcome for r, outcome in enumerate(outcomes) if r != victim}
         assert others in ({"whole"}, {"RuntimeError"}), outcomes
         if call == "save":
+            # The folder has one checkpoint or the other, whole.
             if others == {"whole"}:
                 held = number
             found = of_all(one_value(path) if rank == 0 else None)[0]
@@ -360,6 +362,8 @@ def test_all_ranks_raise_wherever_a_handler_raises(
             layer.experts.w_down.fill_(number)
             layer.experts.w_gate_up.fill_(number)
         begin = time.monotonic()
+
+    # The last step was whole on all ranks, which are still in step.
     assert set(outcomes) == {"whole"}
     assert of_all(rank) == list(range(size))
 

@@ -560,12 +560,16 @@ def test_a_poll_on_another_thread_and_stream_waits_for_the_rounds(make, size, ra
         table = ep.exchange.views["table.copies"]
         fetch = ep.live.mail.fetch
         play(ep, slots, 0, 0, 5)
+
+        # All ranks have all plans, and tables are the old ones.
         moves = begin(slots, 3)
         ep.live.mail.flush()
-        dist.barrier()  # all plans are here
+        dist.barrier()
         before = fetch(table)
         _ = fetch(words)
         x, ids, weights = (t.to(ep.device) for t in make_round(rank, 1, 5))
+
+        # A round on a stream of its own that takes a second, and polls on another thread meanwhile.
         rounds.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(rounds):
             torch.cuda._sleep(2_000_000_000)  # about a second
@@ -573,6 +577,8 @@ def test_a_poll_on_another_thread_and_stream_waits_for_the_rounds(make, size, ra
             y = ep.combine(slots.run(d, 0), d)
         with ThreadPoolExecutor(1) as pool:
             pool.submit(poll).result()
+
+        # What memory has before the round has ended. Where it has ended too early, once more.
         seen = fetch(table)
         said = fetch(words)[rank, Word.VERSION]
         early = [True] * size
@@ -580,6 +586,8 @@ def test_a_poll_on_another_thread_and_stream_waits_for_the_rounds(make, size, ra
         if not any(early):
             break
     assert not any(early), "the rounds have ended too early for this test"
+
+    # Nothing had changed. Behind the round it has.
     assert torch.equal(seen, before) and said == 0
     with torch.cuda.stream(rounds):
         assert_close(y.cpu(), slots.want(*make_round(rank, 1, 5), 0), slack=4)

@@ -29,8 +29,7 @@ class Holder:
         properties = torch.cuda.get_device_properties()
         self.multiprocessors = properties.multi_processor_count
         self._shared = properties.shared_memory_per_block_optin  # one block fills a multiprocessor
-        self._kernel = torch.cuda._compile_kernel(HOLD, "hold")
-        self._stream = torch.cuda.Stream()
+        self._kernel, self._stream = torch.cuda._compile_kernel(HOLD, "hold"), torch.cuda.Stream()
         self._kernel.set_shared_memory_config(self._shared)
 
     def __call__(self, multiprocessors: int, seconds: float) -> torch.cuda.Event:
@@ -85,8 +84,7 @@ class Crowd:
     """
 
     def __init__(self, registers: int) -> None:
-        self._kernel = _crowd(registers)
-        self._stream = torch.cuda.Stream()
+        self._kernel, self._stream = _crowd(registers), torch.cuda.Stream()
         self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
 
     def __call__(

@@ -142,12 +142,12 @@ class TrainingExchange:
             raise ValueError(MOVES)
         if backward is not None and backward.config != ep.config:
             raise ValueError("`backward` must have the config of `ep`")
-        if ep.config.topology.num_nodes > 1:
-            raise ValueError("training needs a group of one node: `topology.num_nodes` must be 1")
 
         # Tokens go forward in the format of `payload`, gradients back in the dtype of x.
         self.ep = ep
         self._wire = TRAINING_FORMATS[payload]
+        if ep.config.topology.num_nodes > 1:
+            raise ValueError("training needs a group of one node: `topology.num_nodes` must be 1")
         self._directions = Directions(Rounds(ep, self._wire), Rounds(backward or ep))
         with torch.inference_mode(False):
             self.anchor = torch.zeros(0, device=ep.device, requires_grad=True)
@@ -200,7 +200,6 @@ class TrainingExchange:
                 with experts that are not spread, and takes them for alike on all ranks.
             EPError: what `ExpertParallel.dispatch` raises.
         """
-        # A compiler that may not hold this round runs it between two graphs.
         if torch.compiler.is_compiling() and not fits_graphs():
             options = {"weights_on": weights_on, "num_rows": num_rows, "num_tokens": num_tokens}
             from epmoe.local.between_graphs import between_graphs
@@ -222,6 +221,7 @@ class TrainingExchange:
         check_tensor("ids", ids, INTS, (x.shape[0], "K"), device)
         check_tensor("weights", weights, FLOATS, (x.shape[0], ids.shape[1]), device)
         tokens, num_real, rows_at_most, aligned = self.opening(x, num_rows, num_tokens, aligned)
+        by_experts = weights_on != "combine"
 
         # Open the round.
         rows, offsets, counts, row_weights, link = train_dispatch(
@@ -237,18 +237,13 @@ class TrainingExchange:
             aligned,
             self._directions.number,
         )
+        number = 0 if torch.compiler.is_compiling() else ep.exchange.rounds.count
+        kept = None if by_experts else row_weights
+        pending = Pending(link, ids, weights, tokens, num_real, kept, aligned, number)
+        alignment = ep.config.alignment if aligned else 1
 
         # Either the caller gets the weights of rows, or combine does.
-        given_weights: Tensor | None = row_weights
-        kept_weights: Tensor | None = None
-        if weights_on == "combine":
-            given_weights = None
-            kept_weights = row_weights
-
-        # Compilers cannot trace the number of a round: 0 stands for "not checked".
-        number = 0 if torch.compiler.is_compiling() else ep.exchange.rounds.count
-        pending = Pending(link, ids, weights, tokens, num_real, kept_weights, aligned, number)
-        alignment = ep.config.alignment if aligned else 1
+        given_weights = row_weights if by_experts else None
         return Routed(rows, offsets, counts, given_weights, alignment, pending)
 
     def opening(
@@ -328,7 +323,6 @@ class TrainingExchange:
             ):
                 yield
         except BaseException:
-            # The other ranks have heard of it in this round.
             self._directions.debts.drop(self._directions)
             raise
 
@@ -338,9 +332,8 @@ class TrainingExchange:
 
         Arguments are those of `dispatch` on the other ranks.
         """
-        way = ON_ROWS if weights_on == "rows" else FORWARD
         with self._directions.numbering():
-            self._directions.forward.skip(shape, tag, way)
+            self._directions.forward.skip(shape, tag, ON_ROWS if weights_on == "rows" else FORWARD)
 
     @property
     def number(self) -> int:

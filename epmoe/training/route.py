@@ -209,12 +209,10 @@ def _gradients(ctx: Any, _: None, grad_TK: Tensor | None) -> tuple[Tensor | None
     logits, ids, weights = ctx.saved_tensors
     if not torch.is_grad_enabled():
         return route_gradient(grad_TK, logits, ids, weights, ctx.options), *(None,) * 6
-
-    # The operator above has no gradients of gradients, so torch differentiates what follows. A
-    # weight of 0 is that of padding, or of a score that is not finite.
-    real = weights != 0
-    scoring, renormalize, _ = ctx.scoring
+    # Torch differentiates this once more; the operator above has no gradients of gradients.
+    real = weights != 0  # not of padding, nor of a score that is not finite
     scores_TE, scores_TK, total_T1 = _scores(logits, ids, real, *ctx.scoring)
+    scoring, renormalize, _ = ctx.scoring
 
     # From weights to scores of the chosen, and to those of all experts.
     grad_scores_TK = grad_TK.double().where(real, 0.0) * ctx.factor

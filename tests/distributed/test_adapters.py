@@ -308,9 +308,12 @@ def test_another_group(open_ep, rank, size, live, copies, folder):
     ep = open_ep(placement=placement)
     layer = make_layer(ep, layer_id=1)
     x, numbers = inputs(ep)
+    # The same group again: nothing changes.
     before = layer(x, adapter_ids=numbers)
     ep.resume()
     assert torch.equal(layer(x, adapter_ids=numbers), before)
+
+    # The last rank leaves.
     group = dist.new_group(list(range(size - 1)), backend="gloo")
     if rank == size - 1:
         ep.close()
@@ -318,10 +321,14 @@ def test_another_group(open_ep, rank, size, live, copies, folder):
     moves = ep.resume(group, spread_lost=True)
     held = [max(expert, 0) for expert in ep.logical_experts(1)]
     layer.experts = GroupedExperts(GATE_UP[held].to(ep.device), DOWN[held].to(ep.device))
+
+    # Copies of all its experts were elsewhere: the adapters stay.
     if live and copies == 2:
         assert not moves
         assert_close(layer(x, adapter_ids=numbers), want(layer, x, numbers), slack=4)
         return
+
+    # Otherwise all adapters are lost, until each was loaded or removed.
     with pytest.raises(EPStateError, match=r"adapter\(s\) \[0, 1\] are not whole"):
         layer(x, adapter_ids=numbers)
     layer.load_adapter(1, folder / "1", BLOCK)

@@ -33,6 +33,7 @@ def draw_slots(
     tables = []
     for _ in range(layers):
         held: list[list[int]] = [[] for _ in range(ranks)]
+        # Each expert `least` times, on the emptiest ranks.
         for expert in draw.sample(range(experts), experts):
             # Several copies find ranks only where ranks stay even.
             places = sorted(
@@ -41,10 +42,14 @@ def draw_slots(
             )
             for rank in places[:least]:
                 held[rank].append(expert)
+
+        # More copies in what is left.
         for expert in draw.choices(range(experts), k=max(0, ranks * S - least * experts - free)):
             places = [rank for rank in held if len(rank) < S and expert not in rank]
             if places and sum(expert in rank for rank in held) < most:
                 draw.choice(places).append(expert)
+
+        # The rest is empty, and slots of a rank have any order.
         assert all(len(rank) <= S for rank in held)
         for rank in held:
             rank += [EMPTY] * (S - len(rank))

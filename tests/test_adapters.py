@@ -172,6 +172,7 @@ def test_quantized_experts(device, dtype, payload, tokens):
     """
     n = 128
     shapes = (E, 2 * n, n), (E, n, n)
+    # Weights in the format, and their values in fp64.
     if dtype == FP8:
         pairs = [quantized(randn(*shape, seed=i) / 16) for i, shape in enumerate(shapes)]
     else:
@@ -193,9 +194,13 @@ def test_quantized_experts(device, dtype, payload, tokens):
         }
         layer = epmoe.MoELayer.from_full(ep, randn(E, n) / 4, gate_up, down, **options)
         layer.adapters.put_local(1, adapter_models.adapter_of(factors, E, ALL, 0.5))
+
+        # Tokens with the adapter and without, by turns.
         x = randn(tokens, n, seed=5, dtype=torch.bfloat16).to(device)
         numbers = (torch.arange(tokens) % 2).to(device, torch.int16)
         ids, weights = (value.cpu() for value in ep.route(layer.logits(x)))
+
+        # Both are as near to the reference as the format allows.
         want = adapter_models.merged_reference(
             x.cpu(), ids, weights, base, {1: (factors, 0.5)}, numbers.cpu()
         )
@@ -285,6 +290,7 @@ def test_a_layer_made_or_cast_in_inference_mode_takes_adapters_outside(ep, cast)
 
 
 def test_what_layers_refuse(ep, device):
+    # Arguments of the layer, and other experts than ours.
     for options, says in [
         ({"adapters": 0}, "`adapters` must be an int of at least 1, got 0"),
         ({"adapter_rank": 0}, "`adapter_rank` must be an int of at least 1"),
@@ -297,6 +303,8 @@ def test_what_layers_refuse(ep, device):
             layer_of(ep, **options)
     with pytest.raises(ValueError, match="`experts` must be GroupedExperts with `adapters`"):
         epmoe.MoELayer(ep, randn(E, D), lambda rows, offsets, scales: rows, adapters=1)
+
+    # Configs that leave no room for numbers, or apply weights to inputs.
     for sections, says in [
         (
             {"capacity": {"max_num_tokens_per_rank": 16}},
@@ -317,12 +325,16 @@ def test_what_layers_refuse(ep, device):
         pytest.raises(ValueError, match="must be over `ep`"),
     ):
         layer_of(ep, adapters=None, exchange=epmoe.training.TrainingExchange(other))
+
+    # Batch-invariant experts.
     says = "`experts` must not be batch_invariant with adapters"
     if device.type == "cuda":
         # those of float32, with or without adapters
         says = "`batch_invariant` must be False for these experts"
     with pytest.raises(ValueError, match=says):
         layer_of(ep, batch_invariant=True)
+
+    # Calls of layers without adapters, and calls with gradients.
     x, numbers = tokens(device)
     plain = layer_of(ep, adapters=None)
     layer = layer_of(ep)

@@ -110,10 +110,12 @@ def test_each_token_once_for_each_node_in_token_order(device, slots, num_rows):
     copies, num_copies, node_of, local = (table.cpu().long() for table in got.memory.tables)
     dropped = 0
     most = 0
+    # Each node, and its tokens in order.
     for node, slab in enumerate(got.slabs):
         used = 0
         row = got.slot
         for t in range(num_rows):
+            # The physical experts of the token, and those of them on this node.
             pairs = [
                 (k, copies[i, (t + RANK) % num_copies[i]])
                 for k, i in enumerate(ids[t].tolist())
@@ -125,6 +127,7 @@ def test_each_token_once_for_each_node_in_token_order(device, slots, num_rows):
                 dropped = dropped + len(here)
                 used = used + bool(here)
                 continue
+            # Its slot has the row, and the ids and weights of this node.
             slot = slab[used]
             assert got.slots_of[t, node] == used
             assert torch.equal(slot[: 2 * D].view(torch.bfloat16), x[t])
@@ -134,6 +137,8 @@ def test_each_token_once_for_each_node_in_token_order(device, slots, num_rows):
             want = [weights[t, k].item() if k in here else 0.0 for k in range(K)]
             assert slot[row.weights : row.weights + 4 * K].view(torch.float32).tolist() == want
             used += 1
+
+        # What is left of the slab has no pairs, and its head says what was called.
         most = max(most, used)
         used = min(used, slots)
         assert got.counts[node] == got.rows_sent[node] == used

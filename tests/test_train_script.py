@@ -156,6 +156,7 @@ def train_in_plain_torch(
 ) -> Iterator[tuple[float, float]]:
     """Trains a model of transformers as the example trains it over ranks."""
     logits: list[Tensor] = []
+    # Logits as the example has them, of the inputs of each gate.
     for name, module in model.named_modules():
         if name.endswith((".mlp.gate", ".mlp.router")):
             module.register_forward_pre_hook(
@@ -165,6 +166,8 @@ def train_in_plain_torch(
                     ).float()
                 )
             )
+
+    # Steps of some micro-batches, with the losses of the example.
     optimizer = torch.optim.AdamW(model.parameters(), lr=example["LEARNING_RATE"], eps=1e-6)
     for step in itertools.count():
         total = 0.0

@@ -83,9 +83,13 @@ def test_experts(device, dtype, options):
     rows[real:] = torch.nan
     weights[real:] = torch.nan
     grad[real:] = torch.nan
+
+    # In plain torch, fp64.
     unweighted, _ = plain(experts, rows, OFFSETS, torch.ones(N))
     want, leaves = plain(experts, rows, OFFSETS, weights)
     (want * grad[:real].double()).sum().backward()
+
+    # Twice, and with a checkpoint.
     results = []
     for call in (weighted(experts), weighted(experts), weighted(experts, checkpoints=True)):
         x = rows.to(device, copy=True).requires_grad_()
@@ -101,6 +105,8 @@ def test_experts(device, dtype, options):
         results.append(
             [x.grad[:real], w.grad[:real], *(p.grad.clone() for p in experts.parameters())]
         )
+
+    # The same bits each time, and near the plain ones.
     for got, again, kept, leaf in zip(*results, leaves, strict=True):
         assert torch.equal(got, again) and torch.equal(got, kept)
         assert_close(got, leaf.grad[: len(got)], dtype, slack=4)

@@ -283,6 +283,7 @@ def test_a_rank_that_leaves_tick_out_is_named(ep, size, rank, monkeypatch, caplo
         ep.live.mail.flush()
         dist.barrier()
 
+    # One rank leaves `tick` out, and the others name it.
     for _ in range(ticks):
         step(tick=True)
     for _ in range(4):
@@ -292,6 +293,8 @@ def test_a_rank_that_leaves_tick_out_is_named(ep, size, rank, monkeypatch, caplo
         assert late in balancer.waits_for() and ep.live.stalled_plans >= 2
         assert f"rank(s) [{late}] have sent no loads" in caplog.text
         assert not balancer.history
+
+    # It ticks again.
     dist.barrier()
     monkeypatch.undo()
     while ep.live.ticks < 12:

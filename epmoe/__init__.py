@@ -48,9 +48,9 @@ from epmoe.live.receiver import WeightReceiver
 from epmoe.live.sleeping import SleepingWeights
 from epmoe.live.versions import WeightSender
 from epmoe.local.adapters import ExpertAdapters, LoRA
+from epmoe.local.contexts import adapters_of, replay
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.finalize import finalize
-from epmoe.local.given import adapters_of, replay
 from epmoe.local.permute import Permuted, permute
 from epmoe.local.quantize import Quantized, quantize_fp8, zero_padding_rows_
 from epmoe.local.recording import Routes, recording

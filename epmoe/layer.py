@@ -27,10 +27,10 @@ from epmoe.group.errors import EPStateError, EPTimeoutError
 from epmoe.group.peers import Peers
 from epmoe.live.moves import SlotWeights
 from epmoe.local.adapters import NO_ADAPTER, ExpertAdapters, LoRA
+from epmoe.local.contexts import take_context_inputs
 from epmoe.local.experts import GroupedExperts, is_called_alone, parameter
 from epmoe.local.gemm.blocks import place_matters
 from epmoe.local.gemm.gemm import Segments
-from epmoe.local.given import take_context_inputs
 from epmoe.local.logits import router_logits
 from epmoe.local.quantize import zero_padding_rows_
 from epmoe.local.recording import Routes, record

@@ -26,9 +26,12 @@ class Captured:
 
     def __init__(self, ep: ExpertParallel, tags: Sequence[int], rows: Tensor) -> None:
         """For the other ranks these are rounds like all others."""
-        self.generation, self.tags, self.rows = ep.generation, tags, rows.clone()
+        self.generation = ep.generation
+        self.tags = tags
+        self.rows = rows.clone()
         self.tokens = make_tokens(ep.config, ep.rank, 5 + ep.rank, seed=11)
-        self.inputs, self.memory = given(ep, self.tokens), ep.exchange.memory
+        self.inputs = given(ep, self.tokens)
+        self.memory = ep.exchange.memory
         self.graph = None
         self._play(ep)
         if ep.device.type == "cuda":

@@ -91,6 +91,7 @@ def drawn(draw: random.Random, vocabulary: int, length: int) -> Drawn:
     """
     kind = draw.random()
     leaves = draw.choice(("sending", "waiting", "reading")) if draw.random() < 0.15 else ""
+    # Right requests.
     if kind < 0.3:
         return Drawn(
             _written(
@@ -102,6 +103,8 @@ def drawn(draw: random.Random, vocabulary: int, length: int) -> Drawn:
         return Drawn(
             _written("POST", "/scale", json.dumps({"ranks": draw.randint(2, 4)}).encode()), leaves
         )
+
+    # Requests of the right form with something wrong in them.
     if kind < 0.75:
         path = "/generate"
         body = right_body(draw, vocabulary, length)
@@ -115,6 +118,8 @@ def drawn(draw: random.Random, vocabulary: int, length: int) -> Drawn:
             _written("POST", path, json.dumps(body).encode()[: draw.choice((None, None, 9))]),
             leaves,
         )
+
+    # Anything.
     method = draw.choice(METHODS)
     path = draw.choice(PATHS)
     body = draw.choice(

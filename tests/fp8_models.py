@@ -59,7 +59,8 @@ def _quantize(path: Path, keys: dict[str, object]) -> None:
             scales = scales.log2().ceil().exp2()
             each = scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
             weights = (tensors[name].float() / each).to(torch.float8_e4m3fn)
-        tensors[name], tensors[f"{name}_scale_inv"] = weights[0], scales[0]
+        tensors[name] = weights[0]
+        tensors[f"{name}_scale_inv"] = scales[0]
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": keys}))

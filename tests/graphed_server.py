@@ -68,6 +68,7 @@ class Model(serve_rank.Model):
 
     @torch.inference_mode()
     def forward(self, batch: list[list[int]]) -> list[int]:
+        # In a new group: graphs of an equal one before, or new captures.
         generation = self.ep.generation
         if generation not in self.kept:
             good = next(
@@ -80,6 +81,8 @@ class Model(serve_rank.Model):
             self.kept[generation] = good or [Graph(self, *one) for one in rounds]
             if good is None:
                 print(f"process {os.getpid()} captured in generation {generation}", flush=True)
+
+        # The smallest graph that holds the batch.
         graph = next(graph for graph in self.kept[generation] if graph.size >= len(batch))
         tokens = graph.replay(batch)
         self.ep.check()
@@ -119,6 +122,8 @@ def configured(size: int, served: serve_rank.Served = serve_rank.SMALL) -> epmoe
     deadlines = {"timeout_s": serve_rank.DEADLINE_S, "warmup_timeout_s": serve_rank.DEADLINE_S}
     config = original_configured(size, served).model_dump()
     config["topology"]["max_ranks"] = size
+
+    # Groups of up to this size keep their graphs, so slots are as many with a rank less.
     fewest = max(1, size - 1)  # slots are as many with a rank less
     config["placement"]["slots_per_rank"] = max(
         config["placement"]["slots_per_rank"], -(-served.experts // fewest)
@@ -130,6 +135,7 @@ def run_rank(pipe, folder: str, rank: int | None, size: int, *options: object) -
     """A rank takes the first GPU that no other process has; the lock of a process that dies is free
     at once.
     """
+    # The lock of the first free GPU.
     for place in count():
         lock = os.open(Path(folder) / f"gpu-{place}", os.O_CREAT)
         with suppress(BlockingIOError):
@@ -137,6 +143,8 @@ def run_rank(pipe, folder: str, rank: int | None, size: int, *options: object) -
             break
     torch.cuda.set_device(place % torch.cuda.device_count())
     torch.cuda.synchronize()
+
+    # The server of the examples, with this config and model.
     serve_rank.configured = configured
     serve_rank.Model = Model
     original_run_rank(pipe, folder, rank, size, *options)

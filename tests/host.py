@@ -346,7 +346,8 @@ def resize(
 
 def sleep(state, *free: Callable[[], object]) -> int:
     """Returns the bytes that the plan says."""
-    planned, state.gone = state.ep.memory_plan().total_bytes, state.ep.generation
+    planned = state.ep.memory_plan().total_bytes
+    state.gone = state.ep.generation
     state.ep.sleep(*free)
     return planned
 

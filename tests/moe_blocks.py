@@ -264,10 +264,14 @@ def table() -> str:
         "serves",
         "trains",
     )
+
+    # A row for each model type, in the order of names.
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for model_type in sorted(MODEL_TYPES):
         configs = [epmoe.EPConfig.from_hf(hf, ep_size=1) for hf in variants(model_type)]
         block = block_of(next(variants(model_type)))
+
+        # One name of a weight of experts, as checkpoints have it.
         saved = " ".join(
             name
             for name in as_saved(block, ALIASES.get(model_type, model_type))

@@ -240,6 +240,7 @@ def sanitize(
     graph can be captured.
     """
     library = library or os.environ.get("EPMOE_LIBRARY") or str(build())  # not under the tool
+    # The environment and the command of a rank.
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join([*SOURCES, *sys.path]),
         "EPMOE_LIBRARY": library,
@@ -275,6 +276,7 @@ def sanitize(
             texts = process.communicate()
         return subprocess.CompletedProcess(program, process.returncode, *texts)
 
+    # All ranks at the same time.
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(run, range(ranks)))
 

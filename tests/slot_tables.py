@@ -33,6 +33,7 @@ def draw_slots(
     tables = []
     for _ in range(layers):
         held: list[list[int]] = [[] for _ in range(ranks)]
+        # Each expert `least` times, on the emptiest ranks.
         for expert in draw.sample(range(experts), experts):
             # Several copies find ranks only where ranks stay even.
             places = sorted(
@@ -41,10 +42,14 @@ def draw_slots(
             )
             for rank in places[:least]:
                 held[rank].append(expert)
+
+        # More copies in what is left.
         for expert in draw.choices(range(experts), k=max(0, ranks * S - least * experts - free)):
             places = [rank for rank in held if len(rank) < S and expert not in rank]
             if places and sum(expert in rank for rank in held) < most:
                 draw.choice(places).append(expert)
+
+        # The rest is empty, and slots of a rank have any order.
         assert all(len(rank) <= S for rank in held)
         for rank in held:
             rank += [EMPTY] * (S - len(rank))
@@ -73,7 +78,9 @@ class Slots:
     """The weights of all slots of a rank: a row of gains [D], and data that only moves."""
 
     def __init__(self, ep: ExpertParallel, D: int, numbers: int) -> None:
-        self.ep, layers, S = ep, len(ep.slots), ep.num_local_experts
+        self.ep = ep
+        layers = len(ep.slots)
+        S = ep.num_local_experts
         self.rows = torch.full((layers, S, D), torch.nan, device=ep.device)
         self.data = torch.full((layers, S, numbers), -1, dtype=torch.int32, device=ep.device)
         self.load()
@@ -81,7 +88,8 @@ class Slots:
     def load(self) -> None:
         """All experts of this rank, also those that are here."""
         for layer, local, expert in self.held():
-            self.rows[layer, local], self.data[layer, local] = self.gain(layer, expert), expert
+            self.rows[layer, local] = self.gain(layer, expert)
+            self.data[layer, local] = expert
 
     def held(self) -> Iterator[tuple[int, int, int]]:
         """(layer, local slot, expert) of this rank."""

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from epmoe.native import ops
 
-OFFSETS, N = [0, 3, 3, 70, 75], 90  # expert 1 has no rows, and the last 15 rows belong to nobody
+N = 90
+OFFSETS = [0, 3, 3, 70, 75]  # expert 1 has no rows, and the last 15 rows belong to nobody
 
 
 class Gating(NamedTuple):
@@ -110,7 +111,8 @@ def test_a_nan_stays_where_it_is(device):
     q, scales = gated(gate_up, offsets, None, *GPT_OSS, True)
     assert q.float()[: OFFSETS[-1]].isnan().nonzero().tolist() == [[2, 5], [4, 150]]
     assert scales[: OFFSETS[-1]].isfinite().all()
-    out[2, 5], out[4, 150] = before[2, 5], before[4, 150]
+    out[2, 5] = before[2, 5]
+    out[4, 150] = before[4, 150]
     assert torch.equal(out[: OFFSETS[-1]], before[: OFFSETS[-1]])
 
 

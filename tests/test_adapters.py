@@ -127,9 +127,13 @@ def test_experts_with_adapters(device, dtype, options):
     experts = epmoe.GroupedExperts(
         gate_up.to(device, dtype), down.to(device, dtype), gemm="torch", **given, **options
     )
+
+    # One adapter, with number 2 of three. The other numbers are none.
     adapters = ExpertAdapters(experts, 3, 5)
     factors = adapter_models.draw(E, hidden, width, 3, seed=7)
     adapters.put_local(2, adapter_models.adapter_of(factors, E, ALL, 0.5))
+
+    # Nine rows of pairs and three of NaN, with a stride.
     offsets = torch.tensor([0, 3, 3, 7, 9], dtype=torch.int32, device=device)
     wide = torch.full((12, hidden + 16), torch.nan, dtype=out, device=device)
     rows = wide[:, :hidden]
@@ -137,10 +141,14 @@ def test_experts_with_adapters(device, dtype, options):
     numbers = torch.tensor(
         [2, -1, 0, 2, 2, 1, -1, 2, 9, 2, 7, -5], dtype=torch.int32, device=device
     )
+
+    # Rows without an adapter have the bits of experts without.
     got = experts(rows, offsets, added=adapters.of_rows(numbers))
     plain = experts(rows, offsets)
     has = numbers[:9] == 2
     assert torch.equal(got[:9][~has], plain[:9][~has])
+
+    # The others are those of experts with which the adapter is merged, in fp64.
     weights = {name: getattr(experts, name).double() for name in ("w_gate_up", "w_down")}
     for name, part in (("w_gate_up", "gate_up"), ("w_down", "down")):
         weights[name] = weights[name] + adapter_models.delta(factors, part, E, 0.5).to(device)
@@ -164,6 +172,7 @@ def test_quantized_experts(device, dtype, payload, tokens):
     """
     n = 128
     shapes = (E, 2 * n, n), (E, n, n)
+    # Weights in the format, and their values in fp64.
     if dtype == FP8:
         pairs = [quantized(randn(*shape, seed=i) / 16) for i, shape in enumerate(shapes)]
     else:
@@ -185,9 +194,13 @@ def test_quantized_experts(device, dtype, payload, tokens):
         }
         layer = epmoe.MoELayer.from_full(ep, randn(E, n) / 4, gate_up, down, **options)
         layer.adapters.put_local(1, adapter_models.adapter_of(factors, E, ALL, 0.5))
+
+        # Tokens with the adapter and without, by turns.
         x = randn(tokens, n, seed=5, dtype=torch.bfloat16).to(device)
         numbers = (torch.arange(tokens) % 2).to(device, torch.int16)
         ids, weights = (value.cpu() for value in ep.route(layer.logits(x)))
+
+        # Both are as near to the reference as the format allows.
         want = adapter_models.merged_reference(
             x.cpu(), ids, weights, base, {1: (factors, 0.5)}, numbers.cpu()
         )
@@ -277,6 +290,7 @@ def test_a_layer_made_or_cast_in_inference_mode_takes_adapters_outside(ep, cast)
 
 
 def test_what_layers_refuse(ep, device):
+    # Arguments of the layer, and other experts than ours.
     for options, says in [
         ({"adapters": 0}, "`adapters` must be an int of at least 1, got 0"),
         ({"adapter_rank": 0}, "`adapter_rank` must be an int of at least 1"),
@@ -289,6 +303,8 @@ def test_what_layers_refuse(ep, device):
             layer_of(ep, **options)
     with pytest.raises(ValueError, match="`experts` must be GroupedExperts with `adapters`"):
         epmoe.MoELayer(ep, randn(E, D), lambda rows, offsets, scales: rows, adapters=1)
+
+    # Configs that leave no room for numbers, or apply weights to inputs.
     for sections, says in [
         (
             {"capacity": {"max_num_tokens_per_rank": 16}},
@@ -309,12 +325,16 @@ def test_what_layers_refuse(ep, device):
         pytest.raises(ValueError, match="must be over `ep`"),
     ):
         layer_of(ep, adapters=None, exchange=epmoe.training.TrainingExchange(other))
+
+    # Batch-invariant experts.
     says = "`experts` must not be batch_invariant with adapters"
     if device.type == "cuda":
         # those of float32, with or without adapters
         says = "`batch_invariant` must be False for these experts"
     with pytest.raises(ValueError, match=says):
         layer_of(ep, batch_invariant=True)
+
+    # Calls of layers without adapters, and calls with gradients.
     x, numbers = tokens(device)
     plain = layer_of(ep, adapters=None)
     layer = layer_of(ep)
@@ -496,12 +516,15 @@ def test_files_that_are_refused(tmp_path):
         with pytest.raises(ValueError, match=says):
             load_adapter(tmp_path, block, ALL, sizes)
 
+    # No config, and configs that are none.
     config = tmp_path / "adapter_config.json"
     file = tmp_path / "adapter_model.safetensors"
     refused("adapter_config.json: cannot be read")
     for text in ("", "[]", "{", "null", "\xff"):
         config.write_bytes(text.encode("latin-1"))
         refused("adapter_config.json: cannot be read")
+
+    # Factors of another layer, and of experts of other sizes.
     adapter_models.save(tmp_path, FACTORS, BLOCK)
     refused(
         "nothing for `model.layers.1.mlp.experts`; of experts it has: base_model",
@@ -516,6 +539,8 @@ def test_files_that_are_refused(tmp_path):
             r"lora_A.weight \[.·r, k\] and lora_B.weight .* for r = 4 .* got lora_A.weight float32",
             sizes,
         )
+
+    # A factor of another dtype, too few factors, and too many.
     adapter_models.save(tmp_path, FACTORS, BLOCK, torch.int32)
     refused("got lora_A.weight int32")
     adapter_models.save(
@@ -538,9 +563,13 @@ def test_files_that_are_refused(tmp_path):
     }
     adapter_models.save(tmp_path, FACTORS, BLOCK, others=again)
     refused("`model.layers.0.mlp.experts` has two adapters of the shape")
+
+    # Modules of single experts: another number of them, and other sizes.
     adapter_models.save_single(tmp_path, FACTORS, BLOCK, ("gate_proj", "up_proj", "down_proj"), E)
     refused("none of 3 experts'", (3, D, 2 * F, F))
     refused(r"lora_A.weight \[r, k\] .* for r = 4 and n, k = 64, 16, got", (E, D, F, F // 2))
+
+    # A file that is cut off, empty or absent.
     file.write_bytes(file.read_bytes()[:-8])
     refused("adapter_model.safetensors: cannot be read")
     file.write_bytes(b"")

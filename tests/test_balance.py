@@ -192,7 +192,8 @@ def parts_of(entries: Tensor, slots: Tensor) -> Tensor:
         for last, slot in (divmod(entry, NUMBERS) for entry in row):
             if begin < NUMBERS:
                 assert last >= begin and slots[slot] == x
-                parts[x, slot], begin = (last + 1 - begin) / NUMBERS, last + 1
+                parts[x, slot] = (last + 1 - begin) / NUMBERS
+                begin = last + 1
         assert begin == NUMBERS
     return parts
 
@@ -210,6 +211,7 @@ def test_quotas_of_all_sources_add_up_to_the_shares(seed):
     most = int(slots[slots >= 0].bincount().max())
     total = torch.zeros(E, P, dtype=torch.float64)
     ones = []
+    # Tables of each source, for few tokens and for many.
     for source in range(R):
         (few, many), *none = tables.tables(
             slots[None], loads[None].double(), source, R, most, most + seed % 2
@@ -228,7 +230,10 @@ def test_quotas_of_all_sources_add_up_to_the_shares(seed):
                 assert float(mine[x, p]) == pytest.approx(
                     min(1, float(shares[p]) * R), abs=1 / NUMBERS
                 )
+
+    # With many tokens they add up to the shares.
     torch.testing.assert_close(total.sum(dim=0), shares, rtol=0, atol=1 / NUMBERS)
+    # With few tokens all sources take the same copies, evenly over ranks.
     assert (
         all(torch.equal(one, ones[0]) for one in ones) and (ones[0].count_nonzero(dim=1) == 1).all()
     )

@@ -56,7 +56,8 @@ class Toolchain:
     """A C++ compiler, nvcc, and a csrc of a few lines, to be changed by a test."""
 
     def __init__(self, folder: Path) -> None:
-        self.bin, self.csrc = folder / "bin", folder / "csrc"
+        self.bin = folder / "bin"
+        self.csrc = folder / "csrc"
         self.bin.mkdir()
         real = {"cxx": shutil.which("c++"), "cat": shutil.which("cat"), "bin": self.bin}
         for tool in ("c++", "nvcc"):

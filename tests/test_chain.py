@@ -26,7 +26,8 @@ def test_stale_rows_never_reach_real_ones(device, tokens, real):
     x = poison_(torch.empty(tokens, D))
     logits = poison_(torch.empty(tokens, E))
     where = torch.randperm(tokens, generator=generator(0))[:real]
-    x[where], logits[where] = randn(real, D), randn(real, E, seed=1) * 3
+    x[where] = randn(real, D)
+    logits[where] = randn(real, E, seed=1) * 3
     x = x.to(device)
     logits = logits.to(device)
     where = where.to(device)

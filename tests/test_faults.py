@@ -69,7 +69,9 @@ class Group:
     """
 
     def __init__(self, folder: Path, device: torch.device, size: int) -> None:
-        self.host, self.size, self.names = Host(folder, device), size, list(range(size))
+        self.host = Host(folder, device)
+        self.size = size
+        self.names = list(range(size))
         self.full = Placement.build(
             EXPERTS,
             size,

@@ -42,7 +42,8 @@ def built(
     sizes: tuple[int, int] = (WIDTH, MIDDLE),
     **options: object,
 ) -> epmoe.GroupedExperts:
-    e, (width, middle) = len(COUNTS), sizes
+    e = len(COUNTS)
+    width, middle = sizes
     if dtype == FP8 and options.get("batch_invariant"):
         pytest.importorskip("deep_gemm")
     given: dict[str, object] = {**weights(dtype, torch.device("cpu"), e, *sizes)}
@@ -83,16 +84,19 @@ class Rows:
         width: int = WIDTH,
         alignment: int = 1,
     ) -> None:
-        dtype, self.alignment = FP8 if weights == FP8 else BF16, alignment
+        dtype = FP8 if weights == FP8 else BF16
+        self.alignment = alignment
         starts, offsets, tokens = segments(counts, alignment)
-        self.offsets, self.tokens = offsets.to(device), tokens.to(device)
+        self.offsets = offsets.to(device)
+        self.tokens = tokens.to(device)
         self.real = torch.cat(
             [torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)]
         ).to(device)
         self.expert = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
         N = int(self.offsets[-1]) + 64
         self.plain = randn(len(self.real), width, seed=seed, dtype=BF16).to(device)
-        self.rows, self.scales = poison_(torch.empty(N, width, dtype=dtype, device=device)), None
+        self.rows = poison_(torch.empty(N, width, dtype=dtype, device=device))
+        self.scales = None
         if dtype == FP8:
             self.scales = poison_(torch.empty(N, width // 128, device=device))
             self.rows.view(torch.uint8)[self.real], self.scales[self.real] = (
@@ -203,7 +207,8 @@ def test_by_tma_the_bias_of_outputs_is_added_as_torch_adds_it(device, dtype, row
     experts = built(dtype, device, gpt_oss=True)
     rows = Rows(COUNTS, dtype, device)
     bias = experts.down_bias.clone()
-    bias[2, 5], bias[3, 6] = torch.nan, torch.inf
+    bias[2, 5] = torch.nan
+    bias[3, 6] = torch.inf
     experts.down_bias.zero_()
     products = rows.outputs(experts, rows_per_expert)
     experts.down_bias.copy_(bias)

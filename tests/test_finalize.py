@@ -73,7 +73,8 @@ def test_extreme_row_indices_are_skipped(device):
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_zero_weight_never_multiplies(device, dtype):
     rows = torch.ones(3, 32, dtype=dtype, device=device)
-    rows[1], rows[2] = torch.nan, torch.inf
+    rows[1] = torch.nan
+    rows[2] = torch.inf
     row_of_pair = torch.tensor([[0, 1, 2], [1, 1, 2]], dtype=torch.int32, device=device)
     weights = torch.tensor([[2.0, 0.0, -0.0], [0.0, 0.0, 0.0]], device=device)
     partial = epmoe.finalize(rows, permuted_by(row_of_pair), weights)

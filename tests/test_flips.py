@@ -76,6 +76,8 @@ def test_a_flip_that_is_interrupted_anywhere_is_done_again(tmp_path: Path, spare
 
         send()
         served_until(1)
+
+        # Interrupt the tick that flips at its first line, its second one, and so on to its end.
         while line >= 0:
             send()
             while (
@@ -92,9 +94,13 @@ def test_a_flip_that_is_interrupted_anywhere_is_done_again(tmp_path: Path, spare
                 taker.tick()
             finally:
                 sys.settrace(None)
+
+            # The next tick does the flip again: one version, whole.
             line += 1
             assert taker.version == version == taken[-1]
             assert all(weight.eq(version).all() for weight in weights)
+
+        # Later versions come as before.
         for _ in range(2):
             send()
             served_until(version)

@@ -92,10 +92,13 @@ def test_a_row_is_the_block_of_transformers(model_type: str, tmp_path: Path) -> 
     for number, hf in enumerate(
         variants(model_type, "silu" if model_type == "qwen4_exp_text" else "quick_gelu")
     ):
+        # The config has the sizes of the model.
         config = EPConfig.from_hf(hf, ep_size=1)
         model = config.model
         assert (model.num_experts, model.num_experts_per_tok, model.hidden_size) == (E, K, D)
         assert (model.intermediate_size, model.dtype) == (F, "float32")
+
+        # A layer from a checkpoint of the block.
         block = block_of(hf)
         x = randn(T, D, seed=99)
         with epmoe.ExpertParallel(config, device="cpu") as ep:
@@ -107,12 +110,16 @@ def test_a_row_is_the_block_of_transformers(model_type: str, tmp_path: Path) -> 
                 config.routing.logit_bias,
             )
             assert (layer.experts.gate_up_bias is not None) == config.experts.biases
+
+            # It has the outputs of the block, and padding has none.
             whole = behind(block)[1]
             want = outputs(block, x)
             assert_equals(whole(layer(x)), want)
             padded = layer(x, T - 7)
             assert_equals(whole(padded[:-7]), want[:-7])
             assert not padded[-7:].any()
+
+            # Gradients of x and of the router, once for a model.
             weights = router_weight(block), layer.router_weight
             if number == 0:
                 grad = randn(T, D, seed=100)
@@ -123,6 +130,8 @@ def test_a_row_is_the_block_of_transformers(model_type: str, tmp_path: Path) -> 
                     x.requires_grad_(False)
                 for got, of_block in zip(ours, theirs, strict=True):
                     assert_equals(got, of_block)
+
+            # Scores near 1e-21: all logits are lower by 48.
             x[:, -1] = 1.0
             for weight in weights:
                 weight[:, -1] -= 48

@@ -58,7 +58,9 @@ class StandIn(types.ModuleType):
     def __init__(self) -> None:
         super().__init__("deep_gemm")
         self.__spec__ = importlib.machinery.ModuleSpec("deep_gemm", None)
-        self.block, self.calls, self.utils = 128, [], types.SimpleNamespace(layout=self)
+        self.block = 128
+        self.calls = []
+        self.utils = types.SimpleNamespace(layout=self)
 
     def get_mk_alignment_for_contiguous_layout(self) -> int:
         return self.block
@@ -321,7 +323,8 @@ def one_element_later(*weights: Tensor) -> list[Tensor]:
     ],
 )
 def test_what_a_gemm_takes(monkeypatch, gemm, dtype, sizes, problem, other):
-    (e, D, F), packed = sizes, 2 if dtype == MXFP4 else 1
+    e, D, F = sizes
+    packed = 2 if dtype == MXFP4 else 1
     weights = [torch.empty(e, n, k // packed, dtype=dtype) for n, k in ((2 * F, D), (D, F))]
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: object() if other.get("installed", True) else None

@@ -30,7 +30,8 @@ class Gpus:
     """A round has ended once all hosts have launched it."""
 
     def __init__(self) -> None:
-        self.launched, self.change = [0] * RANKS, Condition()
+        self.launched = [0] * RANKS
+        self.change = Condition()
 
     def launch(self, rank: int) -> None:
         with self.change:
@@ -57,9 +58,13 @@ class Receiver(WeightReceiver):
             health=lambda wait: SimpleNamespace(rounds=gpus.launched[rank]),
         )
         self._ep = SimpleNamespace(rank=rank, exchange=exchange, generation=0)
-        self._generation, self._words, self._random, self._folder = 0, words, random, Path()
+        self._generation = 0
+        self._words = words
+        self._random = random
+        self._folder = Path()
         self._glance = (c_int64 * 2).from_address(words.data_ptr())
-        self._worker, self._looked = Worker("model"), 0.0
+        self._worker = Worker("model")
+        self._looked = 0.0
         self.version = self._target = self._flipped_behind = self._begun = -1
         self._staged = self.problem = None
 
@@ -125,7 +130,8 @@ def test_no_older_version_takes_the_place_of_a_failure():
     ours = 2 + 1
     words[target] = 1
     receiver.tick()
-    words[others], words[target] = -2 - 1, 2
+    words[others] = -2 - 1
+    words[target] = 2
     receiver.tick()
     goes_on.set()
     staged = receiver._worker.submit(lambda: None)

@@ -27,7 +27,9 @@ def counted(counters: torch.Tensor) -> dict[str, int]:
 def test_route_counts_rows(device):
     counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
     logits = randn(10, 16).to(device)
-    logits[1, 3], logits[4], logits[5, 0] = torch.nan, -torch.inf, torch.inf
+    logits[1, 3] = torch.nan
+    logits[4] = -torch.inf
+    logits[5, 0] = torch.inf
     logits[9] = torch.nan  # padding, which is not read
     epmoe.route(logits, 4, num_tokens=9, counters=counters)
     assert counted(counters) == {"sanitised_rows": 3, "padded_rows": 1}
@@ -78,7 +80,8 @@ def test_the_count_of_rounds_goes_on_where_their_number_begins_again():
         counts.append((totals.read().rounds, rounds))
     assert all(got == want for got, want in counts), counts
     views["state"][0] = 5
-    read, totals._peek = totals._peek.read, Mock()
+    read = totals._peek.read
+    totals._peek = Mock()
     totals._peek.read.side_effect = lambda: setattr(totals, "_rounds", 2**33 + 9) or read()
     assert totals.read().rounds == 2**33 + 5 and totals._rounds == 2**33 + 9
 
@@ -142,6 +145,7 @@ def test_a_mismatch_on_gpus_says_what_differs():
     weighted = 0
     training = 0
     tag = 63
+    # The bits of the value, from the lowest on.
     shape = (
         (D >> 2) - 1
         | aligned << 14
@@ -152,6 +156,8 @@ def test_a_mismatch_on_gpus_says_what_differs():
         | training << 24
     )
     shape |= tag << 26
+
+    # It is unpacked to the words of users.
     counts = count_words(shape)
     assert calls_of({"recv.counts": counts}, Peek(counts)) == [
         {
@@ -164,6 +170,8 @@ def test_a_mismatch_on_gpus_says_what_differs():
             "apply_router_weight_on_input": False,
         }
     ]
+
+    # A rank that differs in some bits: the error names these, and the values of both.
     for other, named in (
         (shape ^ 1 << 22, {"layout": ("expert", "rank")}),
         (shape ^ 1 << 23, {"apply_router_weight_on_input": (False, True)}),

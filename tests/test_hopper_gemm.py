@@ -48,7 +48,8 @@ class Case:
         self.rows, self.grad = (
             randn(N + BEHIND, size, seed=i, dtype=BF16).to(device) for i, size in enumerate((k, n))
         )
-        self.rows[N:], self.grad[N:] = torch.nan, torch.nan
+        self.rows[N:] = torch.nan
+        self.grad[N:] = torch.nan
         weights = randn(len(counts), n, k, seed=2, dtype=BF16).to(device)
         self.weights = (
             weights.transpose(1, 2).contiguous().transpose(1, 2) if transposed else weights

@@ -165,6 +165,7 @@ def test_slurm_runs_two_nodes(tmp_path: Path, path: str) -> None:
 @pytest.mark.slow
 def test_kubernetes_runs_two_pods(tmp_path: Path, path: str) -> None:
     _, _, container = job()
+    # The command of the pod, with one rank a pod, an endpoint here and a small config.
     changed = {
         "--nproc-per-node=4": "--nproc-per-node=1",
         "--rdzv-endpoint=epmoe-0.epmoe:29500": f"--rdzv-endpoint=localhost:{free_port()}",
@@ -188,6 +189,8 @@ def test_kubernetes_runs_two_pods(tmp_path: Path, path: str) -> None:
         | sizes
         | {"PATH": path}
     )
+
+    # Two of them, one of which prints the result.
     pods = [
         subprocess.Popen(
             command,

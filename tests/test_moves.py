@@ -106,7 +106,8 @@ class Rank:
         self.group = group
         self.draw = draw
         self.before = before
-        self.signals, self.interrupts = random.Random(number), 0.0
+        self.signals = random.Random(number)
+        self.interrupts = 0.0
         self.board = [[0] * len(Word) for _ in range(R)]
         self.queue: deque[tuple[Callable[[], bool], Callable[[], object]]] = deque()
         self.staging = torch.zeros(STAGING, dtype=torch.uint8)

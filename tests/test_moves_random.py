@@ -64,7 +64,8 @@ def create(state, ranks: int = RANKS) -> None:
 
 
 def begin(state, ep: epmoe.ExpertParallel) -> None:
-    state.ep, state.slots = ep, Slots(ep, D, NUMBERS)
+    state.ep = ep
+    state.slots = Slots(ep, D, NUMBERS)
     state.fails = state.armed = False
     state.balancer = epmoe.Balancer(
         ep, every=2, weights=lambda tag, slot: weights(state, tag, slot)
@@ -231,6 +232,7 @@ def serve(state, seed: int) -> tuple:
     rounds = common.randrange(1, 8)
     target = draw_slots(common, L, E, ep.size, S, least=2 if ep.size * S >= 2 * E else 1, most=2)
 
+    # Everyone's plan is drawn in common; interrupts, forks and failures are a rank's own.
     def replace() -> None:
         again(lambda: ep.replace(target, lambda *slot: weights(state, *slot)))
 
@@ -238,10 +240,13 @@ def serve(state, seed: int) -> tuple:
     if draw.random() < 0.2:
         fork(state)
     with another_thread(state, draw):
+        # Begin the moves, again after each interrupt.
         calls = ep.live.calls
         while by_hand and ep.live.calls == calls:
             with suppress(WeightsError):
                 interrupted(state, draw, replace, 0.2)
+
+        # Rounds with some polls or ticks between them, as many as this rank draws.
         step = ep.poll if by_hand else state.balancer.tick
         for number in range(rounds):
             for _ in range(draw.randrange(6)):
@@ -262,6 +267,8 @@ def serve(state, seed: int) -> tuple:
                 common.choice(["whole"] * 4 + ["aborted", "many"]),
                 common.randrange(RANKS),
             )
+
+        # Bring all moves to their end.
         if not by_hand:
             with suppress(WeightsError):
                 again(state.balancer.finish)
@@ -291,7 +298,8 @@ def resize(state, folder: Path, seed: int, size: int) -> int | None:
     ep = state.ep
     common = random.Random(seed)
     draw = random.Random(1000 * seed + state.ep.rank)
-    target, state.fails = draw_slots(common, L, E, ep.size, S, most=2), False
+    target = draw_slots(common, L, E, ep.size, S, most=2)
+    state.fails = False
     slot_weights = partial(weights, state)
     options = {
         "weights": slot_weights,
@@ -338,6 +346,7 @@ def test_drawn_sizes(tmp_path, seed):
         while time.monotonic() - began < SECONDS or steps <= 5:
             step = 100 * seed + steps
             steps += 1
+            # A rank dies, idle or in a step, and the others recover.
             if len(names) > 2 and draw.random() < 0.3:
                 victim = names.pop(draw.randrange(len(names)))
                 serving = draw.random() < 0.5
@@ -349,6 +358,7 @@ def test_drawn_sizes(tmp_path, seed):
                 for result in host.results(names) if serving else []:
                     assert not isinstance(result, str) or "rank(s)" in result, (seed, step, result)
                 ranks = host.succeed(names, recover, tmp_path)
+            # Or the group gets another size: new ranks come, or the last ones leave.
             else:
                 size = draw.randint(2, RANKS)
                 new = list(
@@ -361,6 +371,8 @@ def test_drawn_sizes(tmp_path, seed):
                 ranks = host.answers(names)
                 for name in [name for name, rank in zip(names, ranks, strict=True) if rank is None]:
                     host.signal(name, signal.SIGKILL)
+
+            # Hosts in the order of their ranks now, all of which see the same table in a step.
             here = [
                 (rank, name) for name, rank in zip(names, ranks, strict=True) if rank is not None
             ]

@@ -43,7 +43,8 @@ class Watched:
         self.memory = torch.zeros(7, dtype=torch.int64)
         self.counts, self.told = nccl.words_of(self.memory)
         self.counts[2] = self.counts[3] = 1  # the first round has ended
-        self.looks, self.at_look = 0, lambda look: None
+        self.looks = 0
+        self.at_look = lambda look: None
         monkeypatch.setattr(
             nccl, "time", SimpleNamespace(monotonic=lambda: self.looks * nccl._LOOK_S)
         )
@@ -96,7 +97,8 @@ def test_transfers_that_end_are_left_alone(watched):
     """Each starts anew, although at every look one is under way."""
 
     def at_look(look: int) -> None:
-        watched.counts[0], watched.counts[1] = look + 1, look
+        watched.counts[0] = look + 1
+        watched.counts[1] = look
 
     watched.at_look = at_look
     assert watched.lost_after() is None and watched.looks * nccl._LOOK_S > 10 * TIMEOUT_S
@@ -163,7 +165,8 @@ def test_nothing_is_left_for_the_destructor_of_nccl(monkeypatch):
     """
     monkeypatch.setattr(nccl, "_END_S", SOON_S)
     rail = rail_with(group := Mock(**{"shutdown.side_effect": RuntimeError}))
-    rail._closed, rail._watching = Event(), None
+    rail._closed = Event()
+    rail._watching = None
     rail.close()
     assert [name for name, *_ in group.method_calls] == ["shutdown", "abort"]
 
@@ -260,7 +263,8 @@ def network_of(code: int, noticed: int) -> tuple[NetworkOnGPUs, list[object]]:
     network.recording = RLock()
     network.failure = None
     network.pending = []
-    network.reported, network.tell_node = lambda: [2], told.append
+    network.reported = lambda: [2]
+    network.tell_node = told.append
     return network, told
 
 
@@ -296,7 +300,8 @@ def test_a_failure_on_a_gpu_that_copies_nothing():
     network._peek = SimpleNamespace(read=fails)
     network._peeked = []
     network.views = {"rail.missed": torch.zeros(2)}
-    network.rail.missing, network.tell_node = lambda found: found or [3], fails
+    network.rail.missing = lambda found: found or [3]
+    network.tell_node = fails
     del network.reported
     with pytest.raises(EPTimeoutError):
         network.check()
@@ -355,7 +360,8 @@ def test_the_node_is_told_before_its_windows_go(monkeypatch):
     """
     order = list[str]()
     inside = NodeExchange.__new__(NodeExchange)
-    inside.device, inside.deadlines = torch.device("cpu"), Deadlines(FIRST_S, TIMEOUT_S, lambda: 2)
+    inside.device = torch.device("cpu")
+    inside.deadlines = Deadlines(FIRST_S, TIMEOUT_S, lambda: 2)
     inside.window = SimpleNamespace(
         deaths=SimpleNamespace(close=lambda: None),
         places=SimpleNamespace(unmap=lambda: order.append("unmapped")),
@@ -389,8 +395,11 @@ class Levels(NetworkOnGPUs):
             if error is not None:
                 raise error
 
-        self.rail, self.rank, self.device = SimpleNamespace(start=start), 3, torch.device("cuda")
-        self.memory, self._last_stream = SimpleNamespace(), None
+        self.rail = SimpleNamespace(start=start)
+        self.rank = 3
+        self.device = torch.device("cuda")
+        self.memory = SimpleNamespace()
+        self._last_stream = None
         self.pending = []
         self.lost = []
 

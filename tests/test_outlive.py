@@ -37,7 +37,8 @@ def wake(state) -> str:
 
 def lose_memory(state) -> None:
     """Weights lose their memory, as those in a pool of the host."""
-    state.kept, state.rows = state.rows, torch.full_like(state.rows, torch.nan)
+    state.kept = state.rows
+    state.rows = torch.full_like(state.rows, torch.nan)
 
 
 def sleep_with_weights(state) -> None:

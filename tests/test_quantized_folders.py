@@ -54,7 +54,8 @@ def gpt_oss(F: int = F, D: int = D) -> dict[str, Tensor]:
 
 def of_each(kind: str) -> dict[str, Tensor]:
     """Tensors of each expert in a format, or gates and ups in one and downs in another."""
-    tensors, (first, *_, last) = {}, kind.split(" and ") * 2
+    tensors = {}
+    first, *_, last = kind.split(" and ") * 2
     for x in range(E):
         for i, (name, (n, k)) in enumerate(PROJECTIONS.items()):
             seed = 10 * x + i
@@ -129,6 +130,8 @@ def test_scales_of_each_format(tmp_path, caplog, kind):
     with caplog.at_level(logging.WARNING, "epmoe"):
         got = folder.experts(BLOCK, [2, 0])
     epmoe.GroupedExperts(**got)
+
+    # Values of the experts, in any dtype that is asked for.
     want = [truth(tensors, x) for x in (2, 0)]
     for dtype in (torch.float32, BF16):
         plain = folder.experts(BLOCK, [2, 0], dtype=dtype)
@@ -137,12 +140,16 @@ def test_scales_of_each_format(tmp_path, caplog, kind):
             assert torch.equal(
                 plain[f"w_{part}"], torch.stack([of_one[part] for of_one in want]).to(dtype)
             )
+
+    # Formats that kernels take stay as they are.
     if kind in ("blocks", "blocks, bf16", "UE8M0"):
         assert not caplog.records
         for part in ("gate_up", "down"):
             values = dequantize_weights(got[f"w_{part}"], got[f"{part}_scales"], torch.float32)
             assert torch.equal(values, torch.stack([of_one[part] for of_one in want]))
         return
+
+    # The others are dequantized, with a warning that names what kernels take.
     (record,) = caplog.records
     said = record.getMessage()
     assert (

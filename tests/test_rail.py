@@ -110,10 +110,12 @@ def test_each_token_once_for_each_node_in_token_order(device, slots, num_rows):
     copies, num_copies, node_of, local = (table.cpu().long() for table in got.memory.tables)
     dropped = 0
     most = 0
+    # Each node, and its tokens in order.
     for node, slab in enumerate(got.slabs):
         used = 0
         row = got.slot
         for t in range(num_rows):
+            # The physical experts of the token, and those of them on this node.
             pairs = [
                 (k, copies[i, (t + RANK) % num_copies[i]])
                 for k, i in enumerate(ids[t].tolist())
@@ -125,6 +127,7 @@ def test_each_token_once_for_each_node_in_token_order(device, slots, num_rows):
                 dropped = dropped + len(here)
                 used = used + bool(here)
                 continue
+            # Its slot has the row, and the ids and weights of this node.
             slot = slab[used]
             assert got.slots_of[t, node] == used
             assert torch.equal(slot[: 2 * D].view(torch.bfloat16), x[t])
@@ -134,6 +137,8 @@ def test_each_token_once_for_each_node_in_token_order(device, slots, num_rows):
             want = [weights[t, k].item() if k in here else 0.0 for k in range(K)]
             assert slot[row.weights : row.weights + 4 * K].view(torch.float32).tolist() == want
             used += 1
+
+        # What is left of the slab has no pairs, and its head says what was called.
         most = max(most, used)
         used = min(used, slots)
         assert got.counts[node] == got.rows_sent[node] == used
@@ -248,7 +253,8 @@ def test_sums_after_a_failure_are_zeros(words, device):
     """
     slots_of = torch.zeros(3, 2, dtype=torch.int32, device=device)
     rows = torch.ones(1, 8, device=device)
-    void, (count, shown, stop) = rows.clone(), words
+    void = rows.clone()
+    count, shown, stop = words
     stop[1] = 1  # of the host, for which the mark would wait
     failed = torch.ones(1, dtype=torch.int32, device=device)
     ops.rail_mark(count, shown, failed, stop, False, void.view(torch.uint8).flatten(), 1)
@@ -262,7 +268,8 @@ def test_sums_after_a_failure_are_zeros(words, device):
     for (returned, last, latches, noticed, want), T in itertools.product(cases, (3, 0)):
         missed = torch.zeros(40).long().to(device)
         latched = torch.full((1,), latches, device=device).int()
-        missed[39], word = last, torch.full((1,), noticed).pin_memory()
+        missed[39] = last
+        word = torch.full((1,), noticed).pin_memory()
         y = torch.full((T, 8), torch.nan, device=device)
         ops.rail_sum(rows, returned, slots_of[:T], 1, 0, missed, latched, word, y)
         torch.cuda.synchronize()
@@ -309,7 +316,8 @@ def test_what_the_host_sees_of_transfers(words):
 @ON_GPUS
 def test_a_node_that_has_failed_sends_no_more(words, device):
     """The transfer starts once the host has cut the rail, and its slabs are void."""
-    (count, shown, stop), latched = words, torch.zeros(1, dtype=torch.int32, device=device)
+    count, shown, stop = words
+    latched = torch.zeros(1, dtype=torch.int32, device=device)
     slabs = torch.zeros(3, 32, dtype=torch.uint8, device=device)
     call = count, shown, latched, stop, False, slabs.flatten(), 3
     ops.rail_mark(*call)
@@ -330,7 +338,8 @@ def test_a_node_that_has_failed_sends_no_more(words, device):
 @ON_GPUS
 def test_a_cut_transfer_latches(words, device):
     """No kernel behind it takes leftovers for rows."""
-    (count, shown, stop), latched = words, torch.zeros(1, dtype=torch.int32, device=device)
+    count, shown, stop = words
+    latched = torch.zeros(1, dtype=torch.int32, device=device)
     for cut in (0, 1):
         stop[2] = cut
         ops.rail_mark(count, shown, latched, stop, True, None, 0)

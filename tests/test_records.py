@@ -196,11 +196,14 @@ def test_what_is_refused(ep):
     model = model_of(ep)
     tokens, routes = written(model)
     call = epmoe.Routes(torch.zeros(3, K, dtype=torch.int32), randn(3, K), None, None)
+    # No record.
     with (
         pytest.raises(TypeError, match="must be a mapping, a tensor or an array, got list"),
         replay(model, [routes]),
     ):
         raise AssertionError
+
+    # Records without a common number of calls have no tensor.
     for record, batch in (
         ({}, 1),
         ({"a": []}, 1),
@@ -209,6 +212,7 @@ def test_what_is_refused(ep):
     ):
         with pytest.raises(ValueError, match="`record` must have the same calls of each layer"):
             pack_routes(record, E, batch=batch)
+    # Records that do not fit into one tensor.
     with pytest.raises(
         ValueError, match="a record of 10 tokens from 2 on must fit into 11 positions"
     ):
@@ -217,6 +221,7 @@ def test_what_is_refused(ep):
         pad_routes([routes[0], routes[1].short()], 20)
     with pytest.raises(ValueError, match="`records` must have the same layers and K"):
         pad_routes([routes[0], routes[1, :, :1]], 20)
+    # Tensors that do not suit the model, its calls, or its tokens.
     with pytest.raises(ValueError, match="`routes` has 2 sequences, but a call of a layer has 1"):
         ids_of(model, tokens[:1, :8], routes)
     for odd, error in (

@@ -127,10 +127,9 @@ def test_what_differs_where_a_graph_is_of_an_earlier_group():
         exchange = ep.exchange
         assert isinstance(exchange, NodeExchange)
         exchange._addresses.left.append(exchange.plan.sizes | {"M": 8, "num_local_experts": 2})
-        exchange.status.epoch, exchange.status.code = (
-            0,
-            constant("kOutdated"),
-        )  # as kernels report it
+        # As kernels report it.
+        exchange.status.epoch = 0
+        exchange.status.code = constant("kOutdated")
         with pytest.raises(
             EPStateError,
             match=r"most tokens of a rank \(M\) 8, not 16, experts of this rank 2, not 4",

@@ -269,12 +269,15 @@ def test_whatever_is_asked_and_a_death_under_load(tmp_path, alone):
     Experts move.
     """
     with running(tmp_path, "examples/serve.py") as server:
+        # Wrong requests, too many, and streams: no process ends.
         before = server.pids()
         refuse(server)
         limit(server)
         stream(server, alone)
         assert server.pids() == before
         assert listening([server.process.pid, *family(server.process.pid)]) == {"127.0.0.1"}
+
+        # Under load a rank dies and is replaced, and the group shrinks.
         with server.load(seed=0):
             server.more(20)
             server.replace(1)
@@ -284,11 +287,15 @@ def test_whatever_is_asked_and_a_death_under_load(tmp_path, alone):
             server.more(20)
             # The new group counts from 0, and plans its first moves some steps behind its start.
             server.wait(lambda: moved_experts(server) > 0)
+
+        # All tokens are right, and the log says what happened.
         check(server, alone, most_lost=serve_rank.BATCH)
         lines = server.log.read_text()
         died = f"process {before[1]}, rank 1, has died; "
         for line in (died, "rank 3, has joined", "rank 3, has left", "the group has 3 rank(s)"):
             assert line in lines
+
+        # The front dies while a new rank waits for the others.
         processes = family(server.process.pid)
         assert server.call("/scale", {"ranks": 4})[0] == 202
         server.wait(lambda: family(server.process.pid) - processes)  # a new rank

@@ -44,6 +44,7 @@ def test_a_layer_is_right_after_its_weights_were_gone(device, level, inference):
         torch.inference_mode(inference),
         torch.no_grad(),
     ):
+        # What the layer computes, also as a graph.
         layer, _ = full_layer(ep, bias=True)
         kept = {name: value.cpu() for name, value in layer.state_dict().items()}
         state = [*layer.parameters(), layer.bias]
@@ -56,6 +57,8 @@ def test_a_layer_is_right_after_its_weights_were_gone(device, level, inference):
             run = torch.cuda.CUDAGraph()
             with torch.cuda.graph(run):
                 y = layer(x)
+
+        # Twice asleep: the memory goes and comes back at the same addresses.
         at = [value.data_ptr() for value in state]
         for _ in range(2):
             ep.sleep(weights.offload if level == 1 else weights.discard)
@@ -268,6 +271,7 @@ def test_another_thread_reads_health_at_any_step(what):
             assert error is None or isinstance(error, epmoe.EPStateError), error
             found.append(None if error else asked.result())
 
+        # Stop at the first step of the call, at the second one, and so on to its end.
         before = ep.health()
         if what == "wake":
             ep.sleep()

@@ -90,7 +90,8 @@ def test_each_has_a_stream_of_its_own(driver):
 
 
 def test_a_stream_ends_with_its_owner_and_its_work(driver):
-    first, second = own_stream(DEVICE), own_stream(DEVICE)
+    first = own_stream(DEVICE)
+    second = own_stream(DEVICE)
     driver.busy.add(first.cuda_stream)
     del first, second
     assert driver.live == {1, 2}  # a collection, on whichever thread, does nothing of CUDA

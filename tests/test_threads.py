@@ -144,12 +144,15 @@ def test_what_follows_a_refusal_harms_no_round(ep, monkeypatch, during):
         on_a_thread()
         dispatch(*arguments)
 
+    # The other thread calls within dispatch, or between dispatch and combine.
     if during == "a call":
         monkeypatch.setattr(ops, "dispatch", interrupted)
     d = ep.dispatch(x, *routing)
     monkeypatch.undo()
     if during == "a round":
         on_a_thread()
+
+    # The round is right, and none was aborted.
     torch.testing.assert_close(ep.combine(d.rows, d), x)
     assert not errors and ep.health().aborted_rounds == [0] and ep.health().rounds == 1
     assert_works(ep)

@@ -98,9 +98,12 @@ def test_any_number_of_ranks_has_the_numbers_of_one_process(tmp_path):
     """
     sharded = "--parallel fsdp --checkpoint-activations"
     replicas = "--replicas 2"
+    # One process: six steps, three with recomputation, and new weights without a step.
     alone, recomputed, _ = train(
         1, "--steps 6", f"--steps 3 {sharded}", f"--steps 0 --save {tmp_path}/new"
     )
+
+    # Four ranks: three steps each, and the new weights again.
     first, of_four, _, _, *of_replicas, resumed_replicas, resharded_replicas = train(
         4,
         f"--steps 3 --save {tmp_path}/ddp",
@@ -112,6 +115,8 @@ def test_any_number_of_ranks_has_the_numbers_of_one_process(tmp_path):
         f"--steps 6 --resume {tmp_path}/2_ddp --parallel fsdp",
         f"--steps 6 {replicas} --resume {tmp_path}/2_fsdp",
     )
+
+    # Three and two ranks go on with what four have saved.
     resumed, resharded, of_three = train(
         3,
         f"--steps 6 --resume {tmp_path}/ddp",
@@ -119,6 +124,8 @@ def test_any_number_of_ranks_has_the_numbers_of_one_process(tmp_path):
         "--steps 3 --parallel fsdp",
     )
     [of_two] = train(2, f"--steps 6 --resume {tmp_path}/2_fsdp")
+
+    # All losses are those of one process, and so are the new weights.
     assert len(alone) == 6 and len(of_replicas) == 2
     for got in (recomputed, first, of_four, of_three, *of_replicas):
         assert_same(got, alone[:3])
@@ -149,6 +156,7 @@ def train_in_plain_torch(
 ) -> Iterator[tuple[float, float]]:
     """Trains a model of transformers as the example trains it over ranks."""
     logits: list[Tensor] = []
+    # Logits as the example has them, of the inputs of each gate.
     for name, module in model.named_modules():
         if name.endswith((".mlp.gate", ".mlp.router")):
             module.register_forward_pre_hook(
@@ -158,6 +166,8 @@ def train_in_plain_torch(
                     ).float()
                 )
             )
+
+    # Steps of some micro-batches, with the losses of the example.
     optimizer = torch.optim.AdamW(model.parameters(), lr=example["LEARNING_RATE"], eps=1e-6)
     for step in itertools.count():
         total = 0.0

@@ -79,14 +79,17 @@ def test_experts(device, dtype, options):
     rows = randn(N, D, seed=5).to(dtype)
     weights = randn(N, seed=6)
     grad = randn(N, D, seed=7).to(dtype)
-    rows[real:], weights[real:], grad[real:] = (
-        torch.nan,
-        torch.nan,
-        torch.nan,
-    )  # nobody may read these
+    # Nobody may read these.
+    rows[real:] = torch.nan
+    weights[real:] = torch.nan
+    grad[real:] = torch.nan
+
+    # In plain torch, fp64.
     unweighted, _ = plain(experts, rows, OFFSETS, torch.ones(N))
     want, leaves = plain(experts, rows, OFFSETS, weights)
     (want * grad[:real].double()).sum().backward()
+
+    # Twice, and with a checkpoint.
     results = []
     for call in (weighted(experts), weighted(experts), weighted(experts, checkpoints=True)):
         x = rows.to(device, copy=True).requires_grad_()
@@ -102,6 +105,8 @@ def test_experts(device, dtype, options):
         results.append(
             [x.grad[:real], w.grad[:real], *(p.grad.clone() for p in experts.parameters())]
         )
+
+    # The same bits each time, and near the plain ones.
     for got, again, kept, leaf in zip(*results, leaves, strict=True):
         assert torch.equal(got, again) and torch.equal(got, kept)
         assert_close(got, leaf.grad[: len(got)], dtype, slack=4)
@@ -140,11 +145,14 @@ def test_gaps(device, dtype, weighted, biased):
     experts = experts_of(dtype, device, **GPT_OSS, biased=biased)
     tokens = [3, 0, 5, 2]
     offsets = [0, 4, 4, 12, 16]
+    # Rows that are a pair's; NaN lies behind the last segment.
     real = [t for i, n in enumerate(tokens) for t in range(offsets[i], offsets[i] + n)]
     rows, grad, weights = (torch.zeros(N, n) for n in (D, D, 1))
     for seed, given in enumerate((rows, grad, weights)):
         given[real] = randn(len(real), given.shape[1], seed=seed)
         given[offsets[-1] :] = torch.nan
+
+    # Without gaps, with gaps, and with gaps of which nobody says how long they are.
     dense = torch.tensor([0, *torch.tensor(tokens).cumsum(0)])
     results = []
     for at, starts, counts in (
@@ -152,9 +160,9 @@ def test_gaps(device, dtype, weighted, biased):
         (range(N), offsets, tokens),
         (range(N), offsets, None),
     ):
-        at, (starts, counts) = (
-            list(at),
-            (None if v is None else torch.as_tensor(v).int().to(device) for v in (starts, counts)),
+        at = list(at)
+        starts, counts = (
+            None if v is None else torch.as_tensor(v).int().to(device) for v in (starts, counts)
         )
         x = rows[at].to(dtype).to(device).requires_grad_()
         w = weights[at, 0].to(device).requires_grad_() if weighted else None
@@ -162,6 +170,8 @@ def test_gaps(device, dtype, weighted, biased):
         with poisoned_memory():
             out = experts(x, starts, row_weights=w, tokens_per_expert=counts)
             out.backward(grad[at].to(dtype).to(device))
+
+        # What the rows of pairs give, wherever they lie. Gaps give nothing.
         place = [at.index(t) for t in real]
         by_weights = [w.grad[place]] if weighted else []
         results.append(
@@ -196,7 +206,8 @@ def test_the_activation_writes_zeros_into_gaps_and_nothing_past_the_end(
     want = [ops.weighted_gates(gate_up, weights, offsets, None, *gating)]
     want += ops.weighted_gates_backward(grad, gate_up, weights, offsets, None, *gating, True)
     for given in (gate_up, grad, weights):
-        given[3], given[12:] = torch.nan, torch.nan
+        given[3] = torch.nan
+        given[12:] = torch.nan
     with poisoned_memory():
         got = [ops.weighted_gates(gate_up, weights, offsets, tokens, *gating)]
         got += ops.weighted_gates_backward(grad, gate_up, weights, offsets, tokens, *gating, True)

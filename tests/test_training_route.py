@@ -60,7 +60,9 @@ def test_route(device, scoring, renormalize, dtype, groups):
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_scores_that_are_not_finite_have_no_gradients(device, scoring):
     logits = randn(4, 8, seed=1).to(device)
-    logits[0, 3], logits[1, 2], logits[2] = torch.nan, torch.inf, -torch.inf
+    logits[0, 3] = torch.nan
+    logits[1, 2] = torch.inf
+    logits[2] = -torch.inf
     logits.requires_grad_()
     for renormalize in (False, True):
         logits.grad = None
@@ -159,7 +161,8 @@ def test_given_experts(device, scoring, renormalize):
     assert_close(got.weights[:5].detach(), want)
     assert_close(by_route, by_torch)
     assert got.ids.dtype == torch.int64 and got.ids[5].eq(16).all() and not got.weights[5].any()
-    ids[0, 1], ids[1, 0] = -1, 16
+    ids[0, 1] = -1
+    ids[1, 0] = 16
     weights = route(logits, 4, ids=ids, **options).weights
     assert not weights[0, 1] and not weights[1, 0] and weights.isfinite().all()
     with pytest.raises(ValueError, match="`ids` must be"):
@@ -174,7 +177,8 @@ def test_gradients_of_weights_that_nobody_has_are_not_read(device, scoring, reno
     logits[1, :] = torch.nan
     logits.requires_grad_()
     grad = torch.ones(4, 3, device=device)
-    grad[1], grad[3] = torch.nan, torch.nan
+    grad[1] = torch.nan
+    grad[3] = torch.nan
     route(logits, 3, scoring=scoring, renormalize=renormalize, num_tokens=3).weights.backward(grad)
     assert logits.grad.isfinite().all() and not logits.grad[1].any() and not logits.grad[3].any()
 

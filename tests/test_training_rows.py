@@ -12,11 +12,10 @@ import epmoe
 from epmoe.native import ops
 from epmoe.native.formats import WIRE_FORMATS
 
-OFFSETS, TOKENS, N = (
-    [0, 4, 4, 12, 12],
-    [3, 0, 10**6, 0],
-    16,
-)  # row 3 is a gap, rows from 12 on lie past the end
+N = 16
+# Row 3 is a gap, and rows from 12 on lie past the end.
+OFFSETS = [0, 4, 4, 12, 12]
+TOKENS = [3, 0, 10**6, 0]
 REAL = [t for t in range(12) if t != 3]
 PACKED = WIRE_FORMATS["packed_fp8"]
 
@@ -27,7 +26,8 @@ def inputs(D: int, dtype: torch.dtype, device: torch.device):
     rows = randn(N, D, seed=1).to(dtype)
     weights = randn(N, seed=2)
     for given in (grad, rows, weights):
-        given[3], given[12:] = torch.nan, torch.nan
+        given[3] = torch.nan
+        given[12:] = torch.nan
     segments = (torch.tensor(v, dtype=torch.int32) for v in (OFFSETS, TOKENS))
     return [t.to(device) for t in (grad, rows, weights, *segments)]
 

@@ -211,7 +211,8 @@ def test_other_formats_are_refused_by_name(change, message):
 
 @pytest.mark.parametrize("trained", ["weights", "tokens"])
 def test_gradients_are_an_error(trained):
-    experts, (x, *routing) = module().requires_grad_(trained == "weights"), tokens_for(E)
+    experts = module().requires_grad_(trained == "weights")
+    x, *routing = tokens_for(E)
     with pytest.raises(
         RuntimeError,
         match=r"quantized experts have no gradients .*inference_mode.*\(dequantize=True\)",

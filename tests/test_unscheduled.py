@@ -17,7 +17,7 @@ import epmoe
 from epmoe.exchange import unscheduled
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.peek import Peek
-from epmoe.exchange.unscheduled import LOOK_S, Comes, CopyOfNow, Late, Watch
+from epmoe.exchange.unscheduled import LOOK_S, CopyOfNow, LateStage, NextWork, Watch
 from epmoe.group import waiting
 from epmoe.native import layouts
 
@@ -28,7 +28,8 @@ class Gpu:
     """One stream, whose work ends when a test says so, and the host that looks."""
 
     def __init__(self) -> None:
-        self.state, self.stream = layouts.struct("RoundState")(), list[Callable[[], None]]()
+        self.state = layouts.struct("RoundState")()
+        self.stream = list[Callable[[], None]]()
         self.errors = [0, 0]
         self.time_s = 100.0
         self.phases = 0
@@ -72,15 +73,17 @@ class Gpu:
         while self.stream and self.stream[0]() is not False:
             self.stream.pop(0)
 
-    def look(self, comes: Comes = "replay") -> Late | None:
+    def look(self, next_work: NextWork = "replay") -> LateStage | None:
         self.time_s += LOOK_S
-        return self.watch.look(self.time_s, TIMEOUT_S, self.phases, comes)
+        return self.watch.look(self.time_s, TIMEOUT_S, self.phases, next_work)
 
-    def looks(self, seconds: float, comes: Comes = "replay") -> tuple[Late, float] | None:
+    def looks(
+        self, seconds: float, next_work: NextWork = "replay"
+    ) -> tuple[LateStage, float] | None:
         """Polls for so long. What is late, and after how many seconds."""
         begin = self.time_s
         while self.time_s - begin < seconds:
-            late = self.look(comes)
+            late = self.look(next_work)
             if late:
                 return late, self.time_s - begin
         return None
@@ -147,16 +150,17 @@ def test_a_kernel_without_a_place_is_late(gpu, stage):
         gpu.launch().begin(ends=True)
     gpu.launch()
     late, seconds = gpu.looks(3.0)
-    assert late == Late(stage, 4) and TIMEOUT_S <= seconds <= TIMEOUT_S + 3 * LOOK_S
+    assert late == LateStage(stage, 4) and TIMEOUT_S <= seconds <= TIMEOUT_S + 3 * LOOK_S
 
 
 def test_the_caller_goes_on_launching(gpu):
     gpu.launch()
     looks = 0
     while (late := gpu.look("launch")) is None:
-        gpu.phases, looks = gpu.phases + 2, looks + 1
+        gpu.phases += 2
+        looks += 1
         gpu.stream.append(Kernel(gpu).run)
-    assert late == Late(0, 4) and looks * LOOK_S <= TIMEOUT_S + 3 * LOOK_S
+    assert late == LateStage(0, 4) and looks * LOOK_S <= TIMEOUT_S + 3 * LOOK_S
 
 
 def test_work_in_front_of_a_kernel_may_take_any_time(gpu):
@@ -214,7 +218,7 @@ def test_polls_while_another_thread_launches(gpu):
     gpu.phases += 2
     gpu.replay()
     late, seconds = gpu.looks(3.0, None)
-    assert late == Late(0, 4) and TIMEOUT_S <= seconds <= TIMEOUT_S + 3 * LOOK_S
+    assert late == LateStage(0, 4) and TIMEOUT_S <= seconds <= TIMEOUT_S + 3 * LOOK_S
 
 
 def test_a_launch_behind_a_look_that_does_not_see_the_state(gpu):
@@ -223,7 +227,7 @@ def test_a_launch_behind_a_look_that_does_not_see_the_state(gpu):
     gpu.launch()
     assert gpu.looks(2 * TIMEOUT_S) is None
     gpu.shows = True
-    assert gpu.look() == Late(0, 4)  # the deadline has gone on
+    assert gpu.look() == LateStage(0, 4)  # the deadline has gone on
 
 
 def test_a_kernel_that_comes_to_its_turn_during_a_look(gpu):
@@ -233,7 +237,7 @@ def test_a_kernel_that_comes_to_its_turn_during_a_look(gpu):
     gpu.launch()
     gpu.behind_now = lambda: dispatch.begin(ends=True)
     late, seconds = gpu.looks(3.0)
-    assert late == Late(1, 4) and TIMEOUT_S <= seconds <= TIMEOUT_S + 3 * LOOK_S
+    assert late == LateStage(1, 4) and TIMEOUT_S <= seconds <= TIMEOUT_S + 3 * LOOK_S
 
 
 def test_others_gave_up_what_may_be_behind_other_work(gpu):
@@ -242,7 +246,7 @@ def test_others_gave_up_what_may_be_behind_other_work(gpu):
     gpu.launch(look=False)
     assert gpu.looks(3.0) is None
     gpu.errors[1] = 0b01
-    assert gpu.look() == Late(0, 4, (0, 0b01))
+    assert gpu.look() == LateStage(0, 4, (0, 0b01))
 
 
 def test_replays(gpu):
@@ -254,7 +258,7 @@ def test_replays(gpu):
     epoch = gpu.state.dispatch_epoch + 1
     gpu.replay()
     late, seconds = gpu.looks(3.0)
-    assert late == Late(0, epoch) and TIMEOUT_S <= seconds <= TIMEOUT_S + 3 * LOOK_S
+    assert late == LateStage(0, epoch) and TIMEOUT_S <= seconds <= TIMEOUT_S + 3 * LOOK_S
 
 
 def test_replays_that_go_on_behind_a_host_that_runs_ahead(gpu):
@@ -280,7 +284,7 @@ def test_polls_on_another_thread(gpu):
     gpu.launch(look=False)
     assert gpu.looks(5.0, None) is None
     gpu.errors[0] = 0b10
-    assert gpu.look(None) == Late(0, 4, (0b10, 0))
+    assert gpu.look(None) == LateStage(0, 4, (0b10, 0))
 
 
 def test_a_replay_that_waits_for_ranks(gpu):
@@ -373,7 +377,7 @@ def test_a_thread_that_did_not_run_while_a_copy_came(monkeypatch):
 def test_polls_take_no_look_of_a_launch_away(monkeypatch):
     with epmoe.ExpertParallel(alone()) as ep:
         exchange = ep.exchange
-        looks = list[Comes]()
+        looks = list[NextWork]()
         monkeypatch.setattr(exchange, "_late", looks.append)
         x = torch.ones(4, 64)
         ids = torch.zeros(4, 2, dtype=torch.int32)
@@ -402,7 +406,7 @@ def test_the_exchange_reports_it(monkeypatch):
         d = ep.dispatch(x, ids, weights)
         exchange = ep.exchange
         monkeypatch.setattr(
-            exchange, "_late", lambda comes: Late(1, 1) if comes == "launch" else None
+            exchange, "_late", lambda next_work: LateStage(1, 1) if next_work == "launch" else None
         )
         begin_looks(exchange)
         ep.poll()
@@ -417,7 +421,7 @@ def test_the_exchange_reports_it(monkeypatch):
 
 def test_the_exchange_passes_on_what_others_report(monkeypatch):
     with epmoe.ExpertParallel(alone()) as ep:
-        monkeypatch.setattr(ep.exchange, "_late", lambda comes: Late(0, 7, (0, 1)))
+        monkeypatch.setattr(ep.exchange, "_late", lambda next_work: LateStage(0, 7, (0, 1)))
         begin_looks(ep.exchange)
         with pytest.raises(epmoe.EPTimeoutError, match=r"round 7 .*first seen by rank 1") as caught:
             ep.poll()

@@ -251,6 +251,7 @@ def test_a_former_receiver_writes_into_no_memory_that_serves(
             loaded.wait(10)
         copies(*arguments)
 
+    # The first receiver's thread has mapped version 1, and is held up there.
     monkeypatch.setattr(receiver_module, "map_version", held_up_behind_a_map)
     monkeypatch.setattr(WeightReceiver, "_copy", held_up_before_a_copy)
     former = WeightReceiver(ep, served, folder)
@@ -259,11 +260,15 @@ def test_a_former_receiver_writes_into_no_memory_that_serves(
     while not threads:
         former._looked = 0.0
         former.tick()
+
+    # The next one is made, and only then does the thread look for free memory.
     if closes:
         former.close()
     later = WeightReceiver(ep, served, folder)
     made.set()
-    threads[0].join(0.2)  # it looks for free memory now
+    threads[0].join(0.2)
+
+    # The next one serves version 2 from that memory before the thread would copy.
     _fill(layer, 2)
     sender.send(2)
     later.load(2)
@@ -387,6 +392,7 @@ def test_what_a_rank_holds_outlives_its_receiver(ep, layer, folder):
     def make(**options: object) -> WeightReceiver:
         return WeightReceiver(ep, served, folder, **options)
 
+    # The version is known without its folder, after a sleep, and in the group's next form.
     WeightSender(layer, folder).send(1)
     assert make().version == 1
     shutil.rmtree(folder)
@@ -400,11 +406,14 @@ def test_what_a_rank_holds_outlives_its_receiver(ep, layer, folder):
     with pytest.raises(TimeoutError):
         receiver.load(2, timeout_s=0.0)
 
+    # Experts that were loaded from elsewhere have no version, unless the caller says which.
     ep.sleep(lambda: None)
     assert len(ep.resume()) == ep.num_local_experts
     with pytest.raises(EPStateError, match="rank 0 has weights of several or unknown versions: l"):
         make()
     assert make(version=7).version == 7
+
+    # Nor have experts after a flip that was interrupted, until the next version.
     sender = WeightSender(layer, folder)
     sender.send(8, {"a": A})
 
@@ -432,7 +441,8 @@ def test_first_weights_of_experts_that_move_elsewhere(ep, layer, folder):
 class Block(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.layer, self.norm = layer, nn.Linear(3, 3)
+        self.layer = layer
+        self.norm = nn.Linear(3, 3)
 
 
 def wrapped(kind: str, block: nn.Module) -> nn.Module:

@@ -63,7 +63,9 @@ class Vllm(MetaPathFinder, Loader):
     """Every module of a vLLM, with any name in it but those that are `gone`."""
 
     def __init__(self, version: str, gone: tuple[str, ...] = ()) -> None:
-        self.version, self.gone, self.replaced = version, gone, dict[str, type]()
+        self.version = version
+        self.gone = gone
+        self.replaced = dict[str, type]()
         self.chosen: dict[str, Any] = {}
 
     def find_spec(self, name: str, *_: object) -> ModuleSpec | None:

@@ -47,7 +47,8 @@ def test_the_last_of_64_ranks_can_die_and_leave():
     """Its bit is the sign of a word."""
     window = SharedMemoryWindow.__new__(SharedMemoryWindow)
     window.regions = [torch.zeros(16, dtype=torch.uint8) for _ in range(2)]
-    window.local, window._dead_at = window.regions[1], 8
+    window.local = window.regions[1]
+    window._dead_at = 8
     window._note(1 << 63 | 5)
     window.store(0, 1 << 63)
     assert [region.view(torch.int64).tolist() for region in window.regions] == [

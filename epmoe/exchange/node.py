@@ -38,7 +38,7 @@ from epmoe.exchange.outputs import output_rows, refuse_layout, y_of
 from epmoe.exchange.peek import LONG_S, Peek
 from epmoe.exchange.round_state import CLOSED, DISPATCHED, RETURNING, SENT, RoundState
 from epmoe.exchange.templates import Templates
-from epmoe.exchange.unscheduled import LOOK_S, Comes, Late, watch_of
+from epmoe.exchange.unscheduled import LOOK_S, LateStage, NextWork, watch_of
 from epmoe.exchange.window import Window
 from epmoe.group.errors import EPAbortedError, EPOverflowError, EPStateError
 from epmoe.group.waiting import device_ends, interruptible
@@ -160,7 +160,7 @@ class NodeExchange(Exchange):
             first_s = 0.0
             self._watch = watch_of(self.views)
             self._looking = Lock()
-        self._look_at: dict[Comes, float] = {"launch": first_s, "replay": first_s, None: first_s}
+        self._look_at: dict[NextWork, float] = {"launch": first_s, "replay": first_s, None: first_s}
 
     @takes_turn
     def dispatch(self, call: Call) -> Dispatched:
@@ -240,21 +240,21 @@ class NodeExchange(Exchange):
         `launches`: a kernel comes next, on the current stream.
         """
         # What comes next on the current stream. Another thread than the opener's is on another one.
-        comes: Comes = None
+        next_work: NextWork = None
         if launches:
-            comes = "launch"
+            next_work = "launch"
         elif self.rounds.opener == get_ident():
-            comes = "replay"
+            next_work = "replay"
 
         # Once in a while, and until a failure is known.
         time_s = monotonic()
-        if time_s < self._look_at[comes]:
+        if time_s < self._look_at[next_work]:
             return
-        self._look_at[comes] = time_s + LOOK_S
+        self._look_at[next_work] = time_s + LOOK_S
         words = self.status
         if words.code:
             return
-        late = self._late(comes)
+        late = self._late(next_work)
         if late is None:
             return
 
@@ -273,7 +273,7 @@ class NodeExchange(Exchange):
         # Last: it says that the others are written.
         words.code = code
 
-    def _late(self, comes: Comes) -> Late | None:
+    def _late(self, next_work: NextWork) -> LateStage | None:
         """The stage that is due and whose kernel has not begun. None also where nobody can tell."""
         rounds = self.rounds
         timeout_s = self.deadlines.wait_s()
@@ -287,9 +287,9 @@ class NodeExchange(Exchange):
             try:
                 this_stream = torch.cuda.current_stream().cuda_stream
                 # On another stream, it also waits for what the stream of the last launch has.
-                if comes == "launch" and rounds.last_stream not in (None, this_stream):
-                    comes = None
-                return self._watch.look(monotonic(), timeout_s, rounds.phases, comes)
+                if next_work == "launch" and rounds.last_stream not in (None, this_stream):
+                    next_work = None
+                return self._watch.look(monotonic(), timeout_s, rounds.phases, next_work)
             finally:
                 self._looking.release()
         return None

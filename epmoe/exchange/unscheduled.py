@@ -35,7 +35,7 @@ LOOK_S = 0.05
 """The least time between two looks before launches, and between two of polls. A look takes tens of
 microseconds.
 """
-Comes = Literal["launch", "replay", None]
+NextWork = Literal["launch", "replay", None]
 """What a caller that looks does next on its current stream: it launches a kernel, in front of which
 only this stream has work, or it may replay a graph. None: nothing, and another thread may be in a
 launch.
@@ -146,7 +146,7 @@ class _Mark:
         return not self.set and self.copy.read() is not None
 
 
-class Late(NamedTuple):
+class LateStage(NamedTuple):
     """The stage that is due and has not begun, by its index.
 
     Without `reports` it could have begun for the whole deadline. Otherwise other ranks have given
@@ -183,14 +183,16 @@ class Watch:
         # The phases of the last mark of a poll that the stream has reached.
         self._reached = -1
 
-    def look(self, time_s: float, timeout_s: float, phases: int, comes: Comes) -> Late | None:
+    def look(
+        self, time_s: float, timeout_s: float, phases: int, next_work: NextWork
+    ) -> LateStage | None:
         """Look at the marks, and set one. Returns what is late; None where nothing is, or where
         nobody can tell.
 
         The host has launched so many `phases` by `time_s`.
         """
         # Read the marks before the state: a state that differs from a mark's is then a later one.
-        launched = self._read_launches(time_s, phases, comes is not None)
+        launched = self._read_launches(time_s, phases, next_work is not None)
         if self._poll.read(time_s):
             self._poll.set = False
             self._reached = self._poll.phases
@@ -207,9 +209,9 @@ class Watch:
 
         # Set a mark in front of what comes next.
         marks = []
-        if comes == "launch":
+        if next_work == "launch":
             marks = self._launches
-        elif comes == "replay":
+        elif next_work == "replay":
             marks = [self._poll]
         for mark in marks:
             if mark.is_free:
@@ -217,15 +219,15 @@ class Watch:
                 break
         return late
 
-    def _late(self, time_s: float, timeout_s: float, due_s: float) -> Late | None:
+    def _late(self, time_s: float, timeout_s: float, due_s: float) -> LateStage | None:
         """The stage that comes next, if its kernel could have begun since `due_s`, or if others
         have given the round up.
         """
         now = _parsed(self._state)
         # Dispatch of the next round, or combine of the open one.
-        late = Late(0, now.combine_epoch + 1)
+        late = LateStage(0, now.combine_epoch + 1)
         if now.phases > 1:
-            late = Late(1, now.dispatch_epoch)
+            late = LateStage(1, now.dispatch_epoch)
         if time_s - due_s >= timeout_s:
             return late
         # Other ranks may have given the round up: int64 words, a mask of each rank.

@@ -60,7 +60,7 @@ from epmoe.live.versions import (
     own_folder,
     what_is_there,
 )
-from epmoe.local.given import name_without_wrappers
+from epmoe.local.contexts import name_without_wrappers
 from epmoe.local.quantize import quantize_weights
 from epmoe.local.spread import local_view
 from epmoe.native import ops

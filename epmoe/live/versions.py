@@ -41,8 +41,8 @@ from epmoe.group.errors import EPStateError
 from epmoe.live.copies import idle
 from epmoe.live.layout import EMPTY
 from epmoe.live.shared_words import remove_orphans
+from epmoe.local.contexts import layers_of, name_without_wrappers
 from epmoe.local.experts import GroupedExperts
-from epmoe.local.given import layers_of, name_without_wrappers
 from epmoe.local.spread import local_view
 from epmoe.native.arguments import FLOATS, describe
 from epmoe.native.build import who_else

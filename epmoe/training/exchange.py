@@ -32,9 +32,8 @@ WeightsOn = Literal["combine", "rows", "both"]
 MOVES = (
     "`placement.live` must be unset for training, which needs one placement forward and backward"
 )
-_MOST_FP8 = (
-    63488  # elements of a row: with its scales it has 64 KiB, the longest that a call can say
-)
+# Elements of a row: with its scales it has 64 KiB, the longest that a call can say.
+_MOST_FP8 = 63488
 
 
 def fits_graphs() -> bool:
@@ -124,6 +123,7 @@ class TrainingExchange:
         backward: ExpertParallel | None = None,
         payload: PayloadName = "auto",
     ) -> None:
+        # Check the arguments, and that the config's windows can carry gradients.
         for name, value in (("ep", ep), ("backward", backward or ep)):
             if not isinstance(value, ExpertParallel):
                 raise TypeError(f"`{name}` must be an ExpertParallel, got {describe(value)}")
@@ -143,6 +143,8 @@ class TrainingExchange:
             raise ValueError(MOVES)
         if backward is not None and backward.config != ep.config:
             raise ValueError("`backward` must have the config of `ep`")
+
+        # Tokens go forward in the format of `payload`, gradients back in the dtype of x.
         self.ep = ep
         self._wire = TRAINING_FORMATS[payload]
         if ep.config.topology.num_nodes > 1:
@@ -208,6 +210,8 @@ class TrainingExchange:
                 self.dispatch, x, ids, weights, **options, tag=tag, aligned=aligned
             )
             return routed
+
+        # Check the arguments.
         if weights_on not in get_args(WeightsOn):
             raise ValueError(
                 f"`weights_on` must be 'combine', 'rows' or 'both', got {weights_on!r}"
@@ -215,13 +219,15 @@ class TrainingExchange:
         if not compiles:
             self.wrappers.check()
         ep = self.ep
-        device = self.ep.device
+        device = ep.device
         check_tensor("x", x, FLOATS, ("T", "D"), device)
         refuse_tangents(x, weights)
         check_tensor("ids", ids, INTS, (x.shape[0], "K"), device)
         check_tensor("weights", weights, FLOATS, (x.shape[0], ids.shape[1]), device)
         tokens, num_real, rows_at_most, aligned = self.opening(x, num_rows, num_tokens, aligned)
         by_experts = weights_on != "combine"
+
+        # Open the round.
         rows, offsets, counts, row_weights, link = train_dispatch(
             x,
             ids,
@@ -239,9 +245,10 @@ class TrainingExchange:
         kept = None if by_experts else row_weights
         pending = Pending(link, ids, weights, tokens, num_real, kept, aligned, number)
         alignment = ep.config.alignment if aligned else 1
-        return Routed(
-            rows, offsets, counts, row_weights if by_experts else None, alignment, pending
-        )
+
+        # Either the caller gets the weights of rows, or combine does.
+        given_weights = row_weights if by_experts else None
+        return Routed(rows, offsets, counts, given_weights, alignment, pending)
 
     def opening(
         self,
@@ -281,12 +288,14 @@ class TrainingExchange:
             self.ep.device,
         )
         link, ids, weights, num_tokens, num_real, row_weights, aligned, number = routed.handle
-        if (
-            number
-            and not torch.compiler.is_compiling()
-            and number != (open_round := self.ep.exchange.rounds.count)
-        ):
-            raise EPStateError(f"`routed` must be the open round {open_round}, got round {number}")
+
+        # Another open round than this one would give the sums of its tokens.
+        if number and not torch.compiler.is_compiling():
+            open_round = self.ep.exchange.rounds.count
+            if number != open_round:
+                raise EPStateError(
+                    f"`routed` must be the open round {open_round}, got round {number}"
+                )
         y: Tensor = train_combine(
             expert_rows,
             row_weights,
@@ -304,8 +313,8 @@ class TrainingExchange:
     def giving_up(
         self, tag: int, weights_on: WeightsOn, shape: Callable[[], RoundShape]
     ) -> Iterator[None]:
-        """`ExpertParallel.giving_up` of a forward round: what `shape` returns, and the others, are
-        those of `skip`.
+        """`ExpertParallel.giving_up` of a forward round. Where the block raises, this rank calls
+        `skip` with what `shape` returns and the other two arguments.
         """
         if torch.compiler.is_compiling():
             yield
@@ -351,19 +360,14 @@ class TrainingExchange:
     def __repr__(self) -> str:
         return f"TrainingExchange({self.ep!r})"
 
-    def _num_rows(self, num_rows: object, alignment: int) -> int:
+    def _num_rows(self, num_rows: int | Literal["exact"], alignment: int) -> int:
+        """The checked `num_rows` of `dispatch` as an int: N, or EXACT."""
         if num_rows == "exact":
             return EXACT
-        if (
-            isinstance(num_rows, bool)
-            or not isinstance(num_rows, int)
-            or num_rows < 0
-            or num_rows % alignment
-        ):
-            what = (
-                f"'exact' or a multiple of {alignment}"
-                if alignment > 1
-                else "'exact' or at least 0"
-            )
-            raise ValueError(f"`num_rows` must be {what}, got {num_rows!r}")
-        return num_rows
+        is_number = isinstance(num_rows, int) and not isinstance(num_rows, bool)
+        if is_number and num_rows >= 0 and num_rows % alignment == 0:
+            return num_rows
+        must_be = "at least 0"
+        if alignment > 1:
+            must_be = f"a multiple of {alignment}"
+        raise ValueError(f"`num_rows` must be 'exact' or {must_be}, got {num_rows!r}")

@@ -29,10 +29,13 @@ def _lowered(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
+    # The lowering of torch itself, which replaces the last operator with effects by this one.
     graph = V.graph
     before = graph.effectful_ops.get(EffectType.ORDERED)
     number = len(graph.operations)
     made = ir.FallbackKernel.create(operator, *arguments, **options)
+
+    # Each operation that it made follows the operator before, under the name the scheduler knows.
     if before is not None:
         for operation in graph.operations[number:]:
             graph.additional_star_deps[operation.get_operation_name()].add(before.get_name())

@@ -38,11 +38,14 @@ def spread_adapters(model: nn.Module) -> nn.Module:
 
     wrapper: Any
     for wrapper in model.modules():
+        # PEFT's wrappers of parameters, as against those of modules, name their parameter.
         if not (hasattr(wrapper, "lora_A") and hasattr(wrapper, "parameter_name")):
             continue
         weight = wrapper.get_param()
         if not hasattr(weight, "device_mesh"):
             continue
+
+        # Factors can follow a weight that is split by experts alone, into equal parts.
         sharded = [
             (place, ranks)
             for place, ranks in zip(weight.placements, weight.device_mesh.shape, strict=True)
@@ -54,10 +57,14 @@ def spread_adapters(model: nn.Module) -> nn.Module:
                 f"experts alone, for adapters of PEFT, got {weight.placements} over "
                 f"{tuple(weight.device_mesh.shape)} ranks"
             )
+
+        # Both factors of all adapters, of which the first rank's go to the ranks.
         for linear in (*wrapper.lora_A.values(), *wrapper.lora_B.values()):
             factor = linear.weight
-            if not hasattr(factor, "device_mesh"):
-                whole = distribute_tensor(factor.detach(), weight.device_mesh, weight.placements)
-                linear.weight = nn.Parameter(whole, requires_grad=factor.requires_grad)
-                former_factors[id(factor)] = factor
+            if hasattr(factor, "device_mesh"):
+                continue
+            whole = distribute_tensor(factor.detach(), weight.device_mesh, weight.placements)
+            linear.weight = nn.Parameter(whole, requires_grad=factor.requires_grad)
+            # So that an optimizer made before, which has the old factor, is refused.
+            former_factors[id(factor)] = factor
     return model

@@ -39,8 +39,10 @@ def problem_with(ep: ExpertParallel) -> str | None:
             "`placement.num_redundant_experts` must be 0 for training: each copy of an expert "
             "would get the gradient of its own tokens alone"
         )
+    # torch.chunk gives each rank as many experts as the first one has, and the last ones fewer.
     chunk = -(-E // ep.size)
-    if placement.owners != (owners := tuple(x // chunk for x in range(E))):
+    owners = tuple(expert // chunk for expert in range(E))
+    if placement.owners != owners:
         return (
             "`placement` must be that of torch.chunk for training, as DTensors are: a number of "
             f"experts that the ranks divide, with strategy 'linear', or strategy 'explicit' with "
@@ -69,6 +71,7 @@ def spread(module: nn.Module, ep: ExpertParallel) -> nn.Module:
         ValueError: the placement has copies of experts, experts that move, or another split than
             torch.chunk; or a parameter has not e rows, or a buffer has.
     """
+    # The placement must be one that a DTensor can say, over more than one rank.
     problem = problem_with(ep)
     if problem is not None:
         raise ValueError(problem)
@@ -81,6 +84,8 @@ def spread(module: nn.Module, ep: ExpertParallel) -> nn.Module:
             f"the mesh of the ExpertParallel must be of {ep.device.type} devices, got "
             f"{mesh.device_type}"
         )
+
+    # Check all parameters and buffers before one is changed.
     for name, value in module.named_parameters():
         if is_spread(value):
             if value.device_mesh != mesh:
@@ -90,13 +95,17 @@ def spread(module: nn.Module, ep: ExpertParallel) -> nn.Module:
                 f"`{name}` must have a row for each of {e} experts of this rank, got "
                 f"{list(value.shape)}"
             )
-    own = [name for name, value in module.named_buffers() if value.shape[:1] == (e,)]
-    if own:
+    own_buffers = [name for name, value in module.named_buffers() if value.shape[:1] == (e,)]
+    if own_buffers:
         raise ValueError(
-            f"`{own[0]}` must be a parameter, which need not require grad: DDP makes buffers alike"
+            f"`{own_buffers[0]}` must be a parameter, which need not require grad: DDP makes "
+            "buffers alike"
         )
+
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
+    # Replace each parameter [e, …] by a DTensor [E, …] around the same memory. Modules that share
+    # a parameter share its DTensor.
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     made = dict[nn.Parameter, nn.Parameter]()
     for owner in module.modules():
@@ -114,11 +123,11 @@ def spread(module: nn.Module, ep: ExpertParallel) -> nn.Module:
                 )
                 made[rows] = nn.Parameter(whole, requires_grad=rows.requires_grad)
             owner._parameters[name] = made[rows]
+
+    # Refuse what would be wrong for them. GroupedExperts look for views themselves, at less cost.
     _watch_optimizers()
     refuse_scalars_of_a_rank()
-    add_hooks(
-        module, views=not isinstance(module, GroupedExperts)
-    )  # which look for views themselves, at less cost
+    add_hooks(module, views=not isinstance(module, GroupedExperts))
     return module
 
 
@@ -126,7 +135,8 @@ def expert_parallels(module: nn.Module) -> list[ExpertParallel]:
     """The `ExpertParallel`s of a model's modules, in the order of their first modules, the same on
     all ranks.
     """
-    return list({id(ep): ep for each in module.modules() for ep in eps_of(each)}.values())
+    found = {id(ep): ep for each in module.modules() for ep in eps_of(each)}
+    return list(found.values())
 
 
 def eps_of(module: nn.Module) -> list[ExpertParallel]:
@@ -165,6 +175,7 @@ def ignore_experts(module: nn.Module, process_group: dist.ProcessGroup | None = 
     # out of its names.
     for path, owner in module.named_modules():
         names += [f"{path}.{name}" for name, value in owner._parameters.items() if is_spread(value)]
+
     _average(module, dist.get_process_group_ranks(process_group))
     ignored = [*getattr(module, "_ddp_params_and_buffers_to_ignore", ()), *names]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
@@ -193,11 +204,16 @@ def fully_shard(module: nn.Module, **options: Any) -> nn.Module:
     from torch.distributed.fsdp import fully_shard as shard
 
     mesh = options.get("mesh")
-    _average(module, dist.get_process_group_ranks(None) if mesh is None else _ranks_of(mesh))
+    ranks = dist.get_process_group_ranks(None) if mesh is None else _ranks_of(mesh)
+    _average(module, ranks)
     ignored = {value for value in module.parameters() if is_spread(value)}
     options["ignored_params"] = ignored | set(options.get("ignored_params") or ())
+
+    # Layers with a router first, each by itself and uncast. Their children, such as shared experts,
+    # are cast as the policy says. The list is made before any of them changes.
     policy = options.get("mp_policy")
-    for owner in [owner for owner in module.modules() if hasattr(owner, "router_weight")]:
+    with_router = [owner for owner in module.modules() if hasattr(owner, "router_weight")]
+    for owner in with_router:
         if owner is module or policy is None or isinstance(owner, FSDPModule):
             continue
         for child in owner.children():
@@ -205,6 +221,8 @@ def fully_shard(module: nn.Module, **options: Any) -> nn.Module:
                 shard(child, **options)
         uncast = MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
         shard(owner, **options | {"mp_policy": uncast})
+
+    # All the rest.
     shard(module, **options)
     return module
 
@@ -230,28 +248,32 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: the norm is NaN or Inf, with `error_if_nonfinite`.
     """
-    alike = dict[
-        Any, list[Tensor]
-    ]()  # gradients of one mesh: plain ones, those of FSDP's shards, those of experts
+    # Gather this rank's parts by layout: plain ones, those of FSDP's shards, those of experts.
+    alike = dict[Any, list[Tensor]]()
     device = None
     parameter: Any
     for parameter in module.parameters():
-        layout = (
-            (parameter.device_mesh, parameter.placements)
-            if hasattr(parameter, "device_mesh")
-            else None
-        )
-        gradients = alike.setdefault(layout, [])  # also without any: the other ranks may have some
+        layout = None
+        if hasattr(parameter, "device_mesh"):
+            layout = parameter.device_mesh, parameter.placements
+        # A layout has an entry also without gradients: the other ranks may have some, and the norm
+        # is collective.
+        gradients = alike.setdefault(layout, [])
         device = device or parameter.device
         if parameter.grad is not None:
             gradients.append(getattr(parameter.grad, "_local_tensor", parameter.grad))
+
+    # One norm of all, the same on all ranks.
     norms = [_norm(gradients, norm_type, layout, device) for layout, gradients in alike.items()]
     total = torch.stack(norms).norm(norm_type) if norms else torch.zeros(())
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the norm of the gradients must be finite, got {total.item()}")
+
+    # Scale as torch does, with its 1e-6, and without a look by the host.
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for gradient in (gradient for gradients in alike.values() for gradient in gradients):
-        gradient.mul_(factor.to(gradient.device))
+    for gradients in alike.values():
+        for gradient in gradients:
+            gradient.mul_(factor.to(gradient.device))
     return total
 
 
@@ -259,6 +281,7 @@ def unspread(ep: ExpertParallel, experts: object, *, frozen: bool = False) -> li
     """Parameters of this rank alone of which nothing tells torch's tools: those that train, or all
     with `frozen`.
     """
+    # Without copies, one rank has all experts.
     alone = ep.size == 1 and ep.placement.num_physical_experts == ep.placement.num_experts
     if alone or not isinstance(experts, nn.Module):
         return []
@@ -301,30 +324,34 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     such a group does without.
     """
     values = [value for group in optimizer.param_groups for value in group["params"]]
+    # Factors that a DTensor has replaced would be stepped in vain.
     if any(former_factors.get(id(value)) is value for value in values):
         raise RuntimeError(
             "the optimizer has factors of before `spread_adapters`: make it afterwards"
         )
     experts = [value for value in values if is_spread(value)]
-    why = next(
-        (_UNFIT[each.__name__] for each in type(optimizer).__mro__ if each.__name__ in _UNFIT), None
-    )
-    if why and experts:
-        raise RuntimeError(
-            f"{type(optimizer).__name__} {why}: give experts an optimizer of their own, such as "
-            "AdamW"
-        )
+    if not experts:
+        return
+
+    # An optimizer, or a subclass of it, that mixes up ranks.
+    for each in type(optimizer).__mro__:
+        why = _UNFIT.get(each.__name__)
+        if why:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} {why}: give experts an optimizer of their own, such "
+                "as AdamW"
+            )
+
+    # State of other experts than the parameter's.
     for value in experts:
         for name, state in optimizer.state.get(value, {}).items():
             check_same_rank(name, state, value)
-    for group in optimizer.param_groups if experts else ():
+
+    # Groups in which torch would choose `foreach`.
+    for group in optimizer.param_groups:
         meshes = {getattr(value, "device_mesh", None) for value in group["params"]}
-        if (
-            len(meshes) > 1
-            and "foreach" in group
-            and group["foreach"] is None
-            and not group.get("fused")
-        ):
+        torch_may_choose = "foreach" in group and group["foreach"] is None
+        if len(meshes) > 1 and torch_may_choose and not group.get("fused"):
             group["foreach"] = False
 
 
@@ -350,14 +377,16 @@ def _average(module: nn.Module, ranks: list[int]) -> None:
     from torch.distributed.fsdp import FSDPModule
 
     for owner in module.modules():
+        # No experts here that torch's tools would take for alike on all ranks.
         ep = vars(owner).get("ep")
-        if isinstance(ep, ExpertParallel) and unspread(
-            ep, getattr(owner, "experts", None), frozen=True
-        ):
+        experts = getattr(owner, "experts", None)
+        if isinstance(ep, ExpertParallel) and unspread(ep, experts, frozen=True):
             raise ValueError(
                 problem_with(ep) or "the experts must be spread: call `epmoe.training.spread` once"
             )
         _check_own_experts(owner)
+
+        # Spread experts, over exactly the ranks that average.
         for name, value in owner._parameters.items():
             if not is_spread(value):
                 continue
@@ -371,6 +400,7 @@ def _average(module: nn.Module, ranks: list[int]) -> None:
                     'ExpertParallel a mesh ("replicate", "ep") of all of them, so that replicas of '
                     "experts stay alike"
                 )
+            # FSDP of the module itself has averaged over replicas of the experts already.
             by_fsdp = mesh.size() // mesh[EP].size() if isinstance(owner, FSDPModule) else 1
             owner.averages_over = len(ranks) // by_fsdp  # type: ignore[assignment]
 
@@ -398,13 +428,19 @@ def _norm(
     if layout is None:
         return norm
     mesh, placements = layout
-    kept = norm if math.isinf(norm_type) else norm**norm_type
-    operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+
+    # The largest magnitude of all ranks, or the root of the sum of powers.
+    is_max = math.isinf(norm_type)
+    kept = norm if is_max else norm**norm_type
+    operation = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
     for dim, placement in enumerate(placements):
-        if not placement.is_replicate():
-            group = mesh.get_group(dim)
-            if kept.device.type not in {device.type for device in group._device_types}:
-                kept = kept.cpu()
-            dist.all_reduce(kept, operation, group=group)
+        # Replicas have the same parts, which count once.
+        if placement.is_replicate():
+            continue
+        group = mesh.get_group(dim)
+        # A group of gloo alone adds in host memory.
+        if kept.device.type not in {device.type for device in group._device_types}:
+            kept = kept.cpu()
+        dist.all_reduce(kept, operation, group=group)
     kept = kept.to(norm.device)
-    return kept if math.isinf(norm_type) else kept ** (1 / norm_type)
+    return kept if is_max else kept ** (1 / norm_type)

@@ -75,6 +75,7 @@ def _(
     *rest: Any,
 ) -> Any:
     keep_order(*_IN_ORDER)
+    # The number of rows that arrive is a symbol of the graph, unless the caller gives it.
     N: Any = torch.library.get_ctx().new_dynamic_size() if num_rows == EXACT else num_rows
     e = find(rest[-1]).forward.ep.num_local_experts
     offsets = ids.new_empty(e + 1, dtype=torch.int32)
@@ -133,6 +134,9 @@ def train_combine_backward(
     """
     directions = find(number)
     directions.check_generation(generation)
+
+    # Dispatch the gradients of y as the forward round dispatched tokens. Its rows arrive as
+    # products with their weights where `outputs` are known and a kernel can multiply on the way.
     real = num_real if num_tokens is None else num_tokens
     call = Call(grad_y, ids, weights, num_tokens=real, tag=int(link), aligned=aligned)
     outputs = None if expert_rows is None or row_weights is None else contiguous_rows(expert_rows)
@@ -144,9 +148,14 @@ def train_combine_backward(
             running.has_opened(directions)
     if ends_here:
         directions.backward.exchange.abort(None)
+
+    # Without weights in combine, rows are the gradients, and weights have none.
     none = grad_y.new_empty(0, dtype=torch.float32)
     if outputs is None:
         return arrived.rows, none, torch.zeros_like(link)
+
+    # With them, each row is multiplied by its weight, and its product with the output is the
+    # gradient of the weight. Rows that have come as they are get both in a pass of their own.
     by_weights = arrived.products
     if by_weights is None:
         by_weights = ops.weighted_rows_backward_(
@@ -193,9 +202,8 @@ def _(
     K: int,
     *rest: Any,
 ) -> Any:
-    return grad_rows.new_empty(T, grad_rows.shape[1]), grad_rows.new_empty(
-        T, K, dtype=torch.float32
-    )
+    grad_x = grad_rows.new_empty(T, grad_rows.shape[1])
+    return grad_x, grad_rows.new_empty(T, K, dtype=torch.float32)
 
 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -204,21 +212,27 @@ def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.K = ids.shape[1]
     ctx.weights_dtype = weights.dtype
     ctx.generation = find(ctx.number).generation
-    ctx.set_materialize_grads(False)  # zeros for offsets and counts would be two kernels
+    # Zeros for offsets and counts would be two kernels. Those for rows and their weights, where a
+    # pass brings no gradients of them, need their shapes only.
+    ctx.set_materialize_grads(False)
     rows, _, _, row_weights, _ = output
-    ctx.zeros = [(t.shape, {"dtype": t.dtype, "device": t.device}) for t in (rows, row_weights)]
+    ctx.zeros = [
+        (each.shape, {"dtype": each.dtype, "device": each.device}) for each in (rows, row_weights)
+    ]
 
 
 def _dispatch_gradients(
     ctx: Any, rows: Any, offsets: Any, tokens: Any, row_weights: Any, link: Any
 ) -> Any:
-    shape = ctx.T, ctx.K, ctx.number, ctx.generation
-    given = zip((rows, row_weights), ctx.zeros, strict=True)
+    # The round that combine's backward pass has opened is closed in any case.
     gradients = [
-        torch.zeros(size, **like) if grad is None else grad for grad, (size, like) in given
+        torch.zeros(size, **like) if grad is None else grad
+        for grad, (size, like) in zip((rows, row_weights), ctx.zeros, strict=True)
     ]
-    x, by_weights = train_dispatch_backward(*gradients, link, *shape)
-    return x, None, by_weights.to(ctx.weights_dtype), *(None,) * 8
+    grad_x, grad_weights = train_dispatch_backward(
+        *gradients, link, ctx.T, ctx.K, ctx.number, ctx.generation
+    )
+    return grad_x, None, grad_weights.to(ctx.weights_dtype), *(None,) * 8
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -233,10 +247,13 @@ def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.aligned,
         ctx.number,
     ) = inputs
+    # Outputs are kept for the gradients of weights alone.
     saved = (None, None) if row_weights is None else (expert_rows, row_weights)
     # Where a checkpoint computes again, it stops at the last tensor that is saved: that of a closed
     # round.
     ctx.save_for_backward(*saved, link.detach(), ids, weights, num_tokens)
+
+    # From now on this graph owes the other ranks its backward round.
     directions = find(ctx.number)
     ctx.num_rows = expert_rows.shape[0]
     ctx.generation = directions.generation
@@ -247,12 +264,24 @@ def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _combine_gradients(ctx: Any, grad_y: Tensor) -> Any:
     saved = ctx.saved_tensors
+    _, row_weights, *_ = saved
     # Where the experts alone are asked for, no gradient of the link is. A next round must not find
     # this one open.
     ends_here = ctx.dispatch is not None and not is_of_pass(ctx.dispatch)
-    rest = ctx.num_real, ctx.num_rows, ctx.aligned, ctx.number, ctx.generation, ctx.order, ends_here
-    rows, row_weights, link = train_combine_backward(grad_y, *saved, *rest)
-    return rows, row_weights if saved[1] is not None else None, link, *(None,) * 6
+    grad_rows, grad_weights, grad_link = train_combine_backward(
+        grad_y,
+        *saved,
+        ctx.num_real,
+        ctx.num_rows,
+        ctx.aligned,
+        ctx.number,
+        ctx.generation,
+        ctx.order,
+        ends_here,
+    )
+    if row_weights is None:
+        grad_weights = None
+    return grad_rows, grad_weights, grad_link, *(None,) * 6
 
 
 train_dispatch.register_autograd(_dispatch_gradients, setup_context=_save_dispatch)

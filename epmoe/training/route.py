@@ -72,7 +72,8 @@ def counted(
     if ids is not None:
         check_tensor("logits", logits, FLOATS, ("T", "E"))
         check_tensor("ids", ids, INTS, (logits.shape[0], "K"), logits.device)
-        top_k, options["id_dtype"] = ids.shape[1], ids.dtype
+        top_k = ids.shape[1]
+        options["id_dtype"] = ids.dtype
     tokens, num_real = token_count(num_tokens, logits.shape[0], logits.device)
     bias = options.pop("bias", None)
     return Routing(*train_route(logits, top_k, ids, bias, tokens, num_real, number, **options))
@@ -99,6 +100,11 @@ def train_route(
 ) -> tuple[Tensor, Tensor]:
     """ids [T, K] and weights fp32 [T, K]."""
     real_tokens = num_real if num_tokens is None else num_tokens
+
+    # A choice of its own counts in the health of the exchange; given ids are not this layer's.
+    counters = None
+    if number and ids is None:
+        counters = find(number).forward.exchange.views["health.counters"]
     chosen = forward_only(
         logits.detach(),
         top_k,
@@ -112,20 +118,23 @@ def train_route(
         scores_per_group=scores_per_group,
         routed_scaling_factor=routed_scaling_factor,
         id_dtype=id_dtype,
-        counters=find(number).forward.exchange.views["health.counters"]
-        if number and ids is None
-        else None,
+        counters=counters,
     )
     if ids is None:
         return chosen
+
+    # Given ids, but for tokens that take their own choice, and for padding.
     E = logits.shape[1]
     padding = torch.arange(len(ids), device=ids.device)[:, None] >= real_tokens
     ids = chosen.ids.where(ids[:, :1] == OWN_CHOICE, ids).masked_fill(padding, E)
+
+    # Their weights. A token whose ids are those of its own choice has the bits of that.
     _, scores_TK, total_T1 = _scores(
         logits, ids, (ids >= 0) & (ids < E), scoring, renormalize, renormalize_epsilon
     )
     weights = (scores_TK / total_T1 * routed_scaling_factor).float()
-    return ids, chosen.weights.where((ids == chosen.ids).all(1, keepdim=True), weights)
+    is_own_choice = (ids == chosen.ids).all(1, keepdim=True)
+    return ids, chosen.weights.where(is_own_choice, weights)
 
 
 @train_route.register_fake
@@ -142,15 +151,19 @@ def _scores(
     """fp64 scores [T, E], those of the chosen [T, K] that are `real`, and what divides these [T,
     1].
     """
+    # Scores of all experts. What is not finite counts as 0.
     wide_TE = logits.double()
     scores_TE = wide_TE.sigmoid() if scoring == "sigmoid" else wide_TE.softmax(1)
     scores_TE = scores_TE.where(scores_TE.isfinite(), 0.0)
+
+    # Scores of the chosen. Where `real` does not hold, the id may be no index: 0 stands for it.
     scores_TK = scores_TE.gather(1, ids.long().where(real, 0)).where(real, 0.0)
-    total_T1 = (
-        scores_TK.sum(1, keepdim=True) + epsilon
-        if renormalize
-        else torch.ones_like(scores_TK[:, :1])
-    )
+
+    # A sum of 0 counts as 1.
+    if renormalize:
+        total_T1 = scores_TK.sum(1, keepdim=True) + epsilon
+    else:
+        total_T1 = torch.ones_like(scores_TK[:, :1])
     return scores_TE, scores_TK, total_T1.where(total_T1 != 0, 1.0)
 
 
@@ -205,12 +218,19 @@ def _gradients(ctx: Any, _: None, grad_TK: Tensor | None) -> tuple[Tensor | None
     # Torch differentiates this once more; the operator above has no gradients of gradients.
     real = weights != 0  # not of padding, nor of a score that is not finite
     scores_TE, scores_TK, total_T1 = _scores(logits, ids, real, *ctx.scoring)
-    grad = grad_TK.double().where(real, 0.0) * ctx.factor
-    if ctx.scoring[1]:
-        grad = grad - (grad * scores_TK).sum(1, keepdim=True) / total_T1
-    grad = (grad / total_T1).where(real, 0.0)
-    grad_TE = torch.zeros_like(scores_TE).scatter_add_(1, ids.long().where(real, 0), grad)
-    if ctx.scoring[0] == "sigmoid":
+    scoring, renormalize, _ = ctx.scoring
+
+    # From weights to scores of the chosen, and to those of all experts.
+    grad_scores_TK = grad_TK.double().where(real, 0.0) * ctx.factor
+    if renormalize:
+        by_total_T1 = (grad_scores_TK * scores_TK).sum(1, keepdim=True) / total_T1
+        grad_scores_TK = grad_scores_TK - by_total_T1
+    grad_scores_TK = (grad_scores_TK / total_T1).where(real, 0.0)
+    indices_TK = ids.long().where(real, 0)
+    grad_TE = torch.zeros_like(scores_TE).scatter_add_(1, indices_TK, grad_scores_TK)
+
+    # From scores to logits.
+    if scoring == "sigmoid":
         grad_TE = grad_TE * (1 - scores_TE)
     else:
         grad_TE = grad_TE - (grad_TE * scores_TE).sum(1, keepdim=True)

@@ -32,11 +32,15 @@ class Wrappers:
         """
         if self._ep.size == 1:
             return
+
+        # DDP says which wrapper's forward pass runs.
         wrapper = DistributedDataParallel._active_ddp_module
         if wrapper is not None and wrapper not in self._checked:
             self._check_ddp(wrapper)
             self._checked.add(wrapper)
-        # FSDP2 says to nobody that a forward pass runs, but torch knows what it has sharded.
+
+        # FSDP2 says to nobody that a forward pass runs, but torch knows what it has sharded. A
+        # number that has not changed stands for modules that have not, at little cost a call.
         if len(_module_state_mapping) != self._modules_with_state:
             self._check_fsdp()
             self._modules_with_state = len(_module_state_mapping)
@@ -75,8 +79,8 @@ class Wrappers:
                 continue
             prefix = f"{path}." if path else ""
             for name in unspread_rows(owner, self._ep.num_local_experts):
-                module, _, own_name = name.rpartition(".")
-                yield prefix + name, owner.get_submodule(module), own_name
+                module_path, _, own_name = name.rpartition(".")
+                yield prefix + name, owner.get_submodule(module_path), own_name
 
     def _mixes_ranks(self, sharded: Tensor) -> bool:
         """Whether a parameter is cut over several ranks of the group, which have other experts. Its
@@ -100,10 +104,12 @@ def _sharded_parameters() -> dict[tuple[nn.Module, str], Tensor]:
         if not isinstance(module, FSDPModule):
             continue
         state = module._get_fsdp_state()
-        # Of several groups of parameters torch 2.13 has a list.
+        # Torch 2.13 has a list of groups of parameters, earlier releases one group or None.
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         for group in groups:
-            for each in () if group is None else group.fsdp_params:
-                info = each._module_info
-                found[info.module, info.param_name] = each.sharded_param
+            if group is None:
+                continue
+            for parameter in group.fsdp_params:
+                info = parameter._module_info
+                found[info.module, info.param_name] = parameter.sharded_param
     return found

@@ -247,22 +247,27 @@ def expected_slabs(
     nodes_P, ids_P = placement.node_ids(G)  # with one node, ids are physical experts
     sentinel = on_ranks.sentinel(local)
     owners = torch.tensor([*on_ranks.owners, -1])
+    # Empty slabs: nobody may read the rows of unused slots.
     x = poison_(torch.empty(G, slots, D, dtype=tokens[0].x.dtype))
     ids = torch.full((G, slots, K), sentinel, dtype=torch.int32)
     weights = torch.zeros(G, slots, K)
     counts = [0] * G
     token = [[]] * R
     slot = [range(0)] * R
+
+    # Tokens of each source, those of the own node first.
     for source in sorted(
         range(R), key=lambda source: source // G != here
     ):  # the own node comes first
         sender = tokens[source]
         slab = source % G
+        # Each pair by the copy that this source takes of its expert.
         logical, live_weights = sender.live(placement.num_experts)
         t = torch.arange(sender.real)[:, None] + source
         physical = placement.copies_table().long()[logical, t % placement.num_copies()[logical]]
         on_node = (logical >= 0) & (nodes_P[physical] == here)
         local_ids = ids_P[physical].long().where(on_node, -1)
+        # A token comes once, if one of its experts is on this rank, with all its pairs of the node.
         sent = (owners[local_ids] == local).any(1).nonzero()[:, 0]
         used = range(counts[slab], counts[slab] + len(sent))
         x[slab, used] = sender.x[sent]
@@ -271,6 +276,8 @@ def expected_slabs(
         counts[slab] += len(sent)
         token[source] = sent.tolist()
         slot[source] = range(slab * slots + used.start, slab * slots + used.stop)
+
+    # Slots of all slabs in one dimension.
     flat = (part.flatten(0, 1) for part in (x, ids, weights))
     return Slabs(*flat, torch.tensor(counts, dtype=torch.int32), token, slot)
 
@@ -279,7 +286,8 @@ def expected_rows(
     config: EPConfig, placement: Placement, slabs: Slabs, rank: int, alignment: int | None = None
 ) -> Permuted:
     """`alignment` in rows, by default that of rounds that ask for none."""
-    capacity, (on_ranks, local) = config.capacity, inside(config, placement, rank)
+    capacity = config.capacity
+    on_ranks, local = inside(config, placement, rank)
     limit = capacity.max_expert_rows
     alignment = alignment or capacity.alignment or 1
     return permute_reference(

@@ -93,7 +93,8 @@ class OneLayer:
         self.num_experts = self.single.num_experts
         self.dtype = dtype
         self.hidden_size = models[0].config.hidden_size
-        self.model, self.entry_point = models[1], entry_point
+        self.model = models[1]
+        self.entry_point = entry_point
         if entry_point == "experts_implementation":
             self.spread.config._experts_implementation = "epmoe"
             return

@@ -52,7 +52,9 @@ class StoreRail:
     def __init__(
         self, roll_call: RollCall, deadlines: Deadlines, device: torch.device, connect: timedelta
     ) -> None:
-        self.roll_call, self.deadlines, self.heaps = roll_call, deadlines, list[Tensor]()
+        self.roll_call = roll_call
+        self.deadlines = deadlines
+        self.heaps = list[Tensor]()
         self.store = dist.PrefixStore(f"{roll_call.name}/store", _get_default_store())
         self.number = 0
 

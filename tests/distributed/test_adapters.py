@@ -117,7 +117,8 @@ def test_each_token_gets_its_adapter(open_ep, device, rank, options):
         none = layer(x) if rank == 0 else layer(x, adapter_ids=torch.full_like(numbers, -1))
         assert torch.equal(none, plain(x))
         real = tokens - 2 if tokens else 0
-        x[real:], numbers[real:] = torch.nan, 1
+        x[real:] = torch.nan
+        numbers[real:] = 1
         y = layer(x, real, adapter_ids=numbers.long())
         assert_close(y[:real], want(layer, x[:real], numbers[:real]), slack=4)
         assert not y[real:].any()
@@ -307,9 +308,12 @@ def test_another_group(open_ep, rank, size, live, copies, folder):
     ep = open_ep(placement=placement)
     layer = make_layer(ep, layer_id=1)
     x, numbers = inputs(ep)
+    # The same group again: nothing changes.
     before = layer(x, adapter_ids=numbers)
     ep.resume()
     assert torch.equal(layer(x, adapter_ids=numbers), before)
+
+    # The last rank leaves.
     group = dist.new_group(list(range(size - 1)), backend="gloo")
     if rank == size - 1:
         ep.close()
@@ -317,10 +321,14 @@ def test_another_group(open_ep, rank, size, live, copies, folder):
     moves = ep.resume(group, spread_lost=True)
     held = [max(expert, 0) for expert in ep.logical_experts(1)]
     layer.experts = GroupedExperts(GATE_UP[held].to(ep.device), DOWN[held].to(ep.device))
+
+    # Copies of all its experts were elsewhere: the adapters stay.
     if live and copies == 2:
         assert not moves
         assert_close(layer(x, adapter_ids=numbers), want(layer, x, numbers), slack=4)
         return
+
+    # Otherwise all adapters are lost, until each was loaded or removed.
     with pytest.raises(EPStateError, match=r"adapter\(s\) \[0, 1\] are not whole"):
         layer(x, adapter_ids=numbers)
     layer.load_adapter(1, folder / "1", BLOCK)
@@ -369,6 +377,7 @@ def test_a_storm(open_ep, rank, size, seed, folder):
     layer = make_layer(ep)
 
     def load() -> None:
+        # One rank at most is given a folder that does not exist.
         number = random.randrange(3)
         file = random.randrange(2)
         bad = random.choice([None, *range(size)])
@@ -380,10 +389,13 @@ def test_a_storm(open_ep, rank, size, seed, folder):
             held[number] = ADAPTERS[file]
 
     def move() -> None:
+        # Each expert on one or two ranks.
         slots = torch.full((1, size * E), -1)
         for x in range(E):
             for to in random.sample(range(size), random.randint(1, min(2, size))):
                 slots[0, to * E + x] = x
+
+        # Rounds while they move, then what is left of the moves.
         ep.replace(slots)
         for _ in range(random.randrange(4)):
             serve()
@@ -405,6 +417,8 @@ def test_a_storm(open_ep, rank, size, seed, folder):
             experts = [max(x, 0) for x in ep.logical_experts(1)]
             layer.experts = GroupedExperts(GATE_UP[experts], DOWN[experts])
             ep.resume()
+
+        # Where a rank has lost experts, no rank serves adapters until they were loaded again.
         x, numbers = inputs(ep)
         if dist_any(lost):
             with pytest.raises(EPStateError if layer.adapters.lost else EPAbortedError):

@@ -51,7 +51,8 @@ class Model:
             (randn(E, 2 * D, D, seed=30 + layer) / D**0.5, randn(E, D, D, seed=40 + layer) / D**0.5)
             for layer in range(L)
         ]
-        self.ep, self.load = ep, torch.zeros(STEPS, L, E)
+        self.ep = ep
+        self.load = torch.zeros(STEPS, L, E)
         self.layers = [
             MoELayer.from_full(ep, router.clone(), *weights)
             for router, weights in zip(self.routers, self.experts, strict=True)
@@ -220,8 +221,11 @@ def test_a_plan_stays_until_all_ranks_have_taken_it_up(ep, size, rank):
         assert may_publish.wait(50)
         return plan
 
+    # Rank 1 refuses every plan: it cannot read weights.
     weights = (lambda tag, slot: [1 // 0]) if rank == 1 else None
     balancer = Balancer(ep, every=1, policy=slow_policy, weights=weights)
+
+    # Loads of two steps. Rank 0 computes a plan from the first, and holds it back.
     for step in range(2):  # the second one's loads are for a second plan
         model.decode(torch.arange(8, device=ep.device), step)
         balancer.tick()
@@ -230,6 +234,8 @@ def test_a_plan_stays_until_all_ranks_have_taken_it_up(ep, size, rank):
         if rank == 0:
             tick_until(balancer, lambda: policy.calls == 1)
         dist.barrier()
+
+    # It publishes the plan, and takes it up. Rank 1 refuses it, the last rank has not looked yet.
     if rank == 0:
         may_publish.set()
         tick_until(balancer, lambda: balancer.plan is not None)
@@ -240,6 +246,8 @@ def test_a_plan_stays_until_all_ranks_have_taken_it_up(ep, size, rank):
             tick_until(balancer, lambda: False)
     ep.live.mail.flush()
     dist.barrier()
+
+    # Rank 0 has computed a second plan, which must not replace the first one yet.
     if rank == 0:
         tick_until(balancer, lambda: policy.calls == 2)
         for _ in range(20):
@@ -247,6 +255,8 @@ def test_a_plan_stays_until_all_ranks_have_taken_it_up(ep, size, rank):
             time.sleep(1e-3)
     ep.live.mail.flush()
     dist.barrier()
+
+    # So the late rank still reads the first one.
     if rank == size - 1:
         while (words := ep.live.mail.words()) is None:
             pass
@@ -273,6 +283,7 @@ def test_a_rank_that_leaves_tick_out_is_named(ep, size, rank, monkeypatch, caplo
         ep.live.mail.flush()
         dist.barrier()
 
+    # One rank leaves `tick` out, and the others name it.
     for _ in range(ticks):
         step(tick=True)
     for _ in range(4):
@@ -282,6 +293,8 @@ def test_a_rank_that_leaves_tick_out_is_named(ep, size, rank, monkeypatch, caplo
         assert late in balancer.waits_for() and ep.live.stalled_plans >= 2
         assert f"rank(s) [{late}] have sent no loads" in caplog.text
         assert not balancer.history
+
+    # It ticks again.
     dist.barrier()
     monkeypatch.undo()
     while ep.live.ticks < 12:
@@ -331,7 +344,9 @@ def test_ticks_and_calls_past_the_numbers_of_31_bits(ep, size, rank):
     """
     model = Model(ep)
     balancer = Balancer(ep, every=1, policy=Planned())
-    ep.live.ticks, ep.live.finishes, ep.live.calls = 2**33, 2**31 - 2, 2**31 - 10
+    ep.live.ticks = 2**33
+    ep.live.finishes = 2**31 - 2
+    ep.live.calls = 2**31 - 10
     ep.live.mail.post(Word.PLAN, ep.live.calls << 32, range(size))
     if rank == 0:
         ep.live.mail.post(Word.LAST_PLAN, 2**31 - 2 << 32 | 2**31 - 10, range(size))

@@ -72,6 +72,7 @@ def full(kind: str = "plain", seed: int = 0) -> dict[str, object]:
         "w_gate_up": randn(E, 2 * F, D, seed=seed + 2) / 8,
         "w_down": randn(E, D, F, seed=seed + 3) / 8,
     }
+    # Weights of e4m3, with a scale for each block.
     if kind == "fp8":
         scales = {
             "gate_up_scales": randn(E, 2, 1, seed=seed + 4).abs(),
@@ -79,6 +80,7 @@ def full(kind: str = "plain", seed: int = 0) -> dict[str, object]:
         }
         fp8 = {name: tensors[name].to(torch.float8_e4m3fn) for name in ("w_gate_up", "w_down")}
         return tensors | fp8 | scales
+    # Random codes, with scales near 1.
     if kind == "mxfp4":
         generator = torch.Generator().manual_seed(seed + 4)
         shapes = {
@@ -93,6 +95,7 @@ def full(kind: str = "plain", seed: int = 0) -> dict[str, object]:
             )
             for name, shape in shapes.items()
         }
+    # Biases everywhere, and weights transposed in memory.
     if kind == "gpt_oss":
         biases = {
             "gate_up_bias": randn(E, 2 * F, seed=seed + 6),
@@ -245,6 +248,7 @@ def test_meshes_in_every_order(folder, rank, size):
     given = {name: value[:experts] for name, value in full().items()}
     want = {name: value[:experts] for name, value in expected().items()}
     layers = list[MoELayer]()
+    # A layer over each mesh that ascends along "ep"; the others are refused.
     for shape in shapes:
         config = make_config(shape[1], experts=experts, top_k=K, hidden=D)
         for order in itertools.permutations(range(size)):
@@ -257,6 +261,8 @@ def test_meshes_in_every_order(folder, rank, size):
             ep = ExpertParallel(config, mesh, device="cpu")
             assert ep.rank == mesh.get_local_rank("ep")
             layers.append(MoELayer.from_full(ep, **given))
+
+    # Each of them saves.
     for i, layer in enumerate(layers):
         checkpoint.save(layer, folder / f"saved{i}")
         state = checkpoint.full_state_dict(layer, cpu_offload=True)
@@ -265,6 +271,8 @@ def test_meshes_in_every_order(folder, rank, size):
         assert holders == 1, "one rank of all replicas writes the file"
         if state:
             assert_same_bits(state, want)
+
+    # Each of them loads what each has saved.
     for i, layer in itertools.product(range(len(layers)), layers):
         with torch.no_grad():
             for parameter in layer.parameters():
@@ -345,6 +353,7 @@ def test_all_ranks_raise_wherever_a_handler_raises(
         else:
             checkpoint.full_state_dict(layer)
 
+    # The victim's handler raises at one line after the other, until a step runs without.
     held = number
     begin = time.monotonic()
     for outcomes in steps_until_whole(rank, step, victim=victim, files=PLACES, stride=stride):
@@ -352,6 +361,7 @@ def test_all_ranks_raise_wherever_a_handler_raises(
         others = {outcome for r, outcome in enumerate(outcomes) if r != victim}
         assert others in ({"whole"}, {"RuntimeError"}), outcomes
         if call == "save":
+            # The folder has one checkpoint or the other, whole.
             if others == {"whole"}:
                 held = number
             found = of_all(one_value(path) if rank == 0 else None)[0]
@@ -360,6 +370,8 @@ def test_all_ranks_raise_wherever_a_handler_raises(
             layer.experts.w_down.fill_(number)
             layer.experts.w_gate_up.fill_(number)
         begin = time.monotonic()
+
+    # The last step was whole on all ranks, which are still in step.
     assert set(outcomes) == {"whole"}
     assert of_all(rank) == list(range(size))
 

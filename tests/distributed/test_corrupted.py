@@ -121,16 +121,20 @@ def test_a_window_of_random_bits_on_a_gpu(
     with new windows.
     """
     names = PARTS[part] if part in PARTS else sum(PARTS.values(), ())
+    # Rounds that are right.
     ep = make_ep(ll_max_tokens, max_tokens=40, experts=5 * size, timeout_s=DEADLINE_S)
     tokens = make_tokens(ep.config, rank, 40)
     for layout in ("expert", "rank"):
         assert_y(run_round(ep, tokens, layout=layout), ep.config, tokens)
     ep.check()
     dist.barrier()
+
+    # Bits between two rounds, or on another stream within them.
     if rank == 0 and not within_rounds:
         scribble(ep, size - 1, names, seed=99)
         torch.cuda.synchronize()
     dist.barrier()
+    # Six rounds: each is right, or raises, and none waits for longer than its deadline.
     stream = torch.cuda.Stream()
     for n in range(6):
         begin = time.monotonic()
@@ -147,6 +151,8 @@ def test_a_window_of_random_bits_on_a_gpu(
             with suppress(epmoe.EPError):
                 ep.abort()
         assert time.monotonic() - begin < DEADLINE_S + 2
+
+    # The GPU still computes, and new windows are good.
     torch.cuda.synchronize()
     eye = torch.eye(64, device=device)
     assert torch.equal(eye @ eye, eye)

@@ -141,7 +141,8 @@ def test_the_layer_is_that_of_rows_which_dispatch_quantizes(make_ep, rank, size,
     weights = mine.weights.to(ep.device)
     wide = torch.zeros(T, 400, device=ep.device)
     wide_rows = torch.zeros(T, 1000, device=ep.device).to(FP8)
-    wide[:, 16:18], wide_rows[:, 16 : 16 + q.shape[1]] = scales, q
+    wide[:, 16:18] = scales
+    wide_rows[:, 16 : 16 + q.shape[1]] = q
     for x, its in ((q, scales), (wide_rows[:, 16 : 16 + q.shape[1]], wide[:, 16:18])):
         d = ep.dispatch(x, ids, weights, scales=its, num_tokens=mine.real, layout=layout)
         rows, combine = (

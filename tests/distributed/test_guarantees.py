@@ -446,7 +446,8 @@ class Block(nn.Module):
 
     def __init__(self, layer: MoELayer) -> None:
         super().__init__()
-        self.exchange, self.mlp = TrainingExchange(layer.ep), nn.ModuleDict({"held": layer.experts})
+        self.exchange = TrainingExchange(layer.ep)
+        self.mlp = nn.ModuleDict({"held": layer.experts})
 
 
 def model_of(bench: Bench, ep: ExpertParallel, seed: int) -> nn.Module:
@@ -493,11 +494,14 @@ def test_checkpoints(bench, folder, ranks):
         pytest.skip("tests/distributed/test_checkpoints.py has layers that serve")
     if bench.ep.device.type == "cuda" and ranks:
         pytest.skip("windows of other groups are tested on CPUs")
+    # Save.
     model = model_of(bench, bench.ep, seed=0)
     optimizer = stepped(model)
     whole = checkpoint.full_state_dict(model)
     assert all(len(value) == E for key, value in whole.items() if "w_" in key)
     checkpoint.save(model, folder, optimizer)
+
+    # Another group, of the same ranks or of parts of them.
     ep = bench.open()
     if ranks is not None:
         groups = [
@@ -509,6 +513,8 @@ def test_checkpoints(bench, folder, ranks):
             group.size(), experts=E, top_k=K, hidden=D, max_tokens=M, capacity={"extra_bytes": 4}
         )
         ep = ExpertParallel(config, group, device="cpu")
+
+    # It loads what was saved, sharded and whole.
     other = model_of(bench, ep, seed=50)
     again = stepped(other)
     checkpoint.load(other, folder, again)

@@ -58,7 +58,8 @@ class Model(nn.Module):
         self, ep: ExpertParallel, version: int, fp8: bool = False, layers: int = LAYERS
     ) -> None:
         super().__init__()
-        dtype, self.layers = ep.config.model.torch_dtype, nn.ModuleList()
+        dtype = ep.config.model.torch_dtype
+        self.layers = nn.ModuleList()
         for i in range(layers):
             router, gate_up, down = (each.to(ep.device) for each in weights(version, i))
             full = {"w_gate_up": gate_up.to(dtype), "w_down": down.to(dtype)}

@@ -44,7 +44,9 @@ def share_host_memory(set_attribute: Callable = setattr) -> None:
     """Let this process's versions go by memory that is shared as GPUs share theirs."""
     memory = HostMemory()
     copies = object.__new__(GpuCopies)
-    copies.memory, copies.running, copies.begin_thread = memory, nullcontext, lambda: None
+    copies.memory = memory
+    copies.running = nullcontext
+    copies.begin_thread = lambda: None
     set_attribute(versions, "shared_memory", lambda device: memory)
     set_attribute(receiver_module, "copies_on", lambda device: copies)
 
@@ -97,7 +99,8 @@ def wrong_outputs(
 def test_a_replay_meets_one_version(rank, size, device, folder, kind):
     if size < 2:
         pytest.skip("a trainer and a server have a rank each")
-    (fp8, receives, sends), last = KINDS[kind], 6
+    fp8, receives, sends = KINDS[kind]
+    last = 6
     with (
         side(rank, size, size // 2, "bfloat16", {}, device) as (ep, trains),
         torch.inference_mode(not trains),

@@ -189,7 +189,8 @@ def test_deep_gemm_agrees_with_torch(deep_layer, rank):
         x = randn(T, 512, seed=rank).bfloat16().to(deep_layer.ep.device)
         poison(deep_layer.ep)
         got = deep_layer(x)
-        gemms, deep_layer.experts.gemms = deep_layer.experts.gemms, ("torch",)
+        gemms = deep_layer.experts.gemms
+        deep_layer.experts.gemms = ("torch",)
         want = deep_layer(x)
         deep_layer.experts.gemms = gemms
         error, norm = ((a.float()).norm(dim=1) for a in (got - want, want))

@@ -106,6 +106,8 @@ def test_steps_are_those_of_one_process(peft, make_ep, alone, rank, size, wrap, 
     model = adapted(ep, modules)
     single = adapted(alone, modules)
     spread_adapters(model)
+
+    # The single process begins with the factors of the first rank.
     first = whole(model)
     with torch.no_grad():
         for name, value in single.named_parameters():
@@ -114,6 +116,8 @@ def test_steps_are_those_of_one_process(peft, make_ep, alone, rank, size, wrap, 
                     dist.broadcast(first[name], 0)
                     model.get_parameter(name).copy_(first[name])
                 value.copy_(first[name])
+
+    # It takes the tokens of all ranks in a step, and has the same norms and factors.
     inputs = [[randn(T, D, seed=10 * step + r) for r in range(size)] for step in range(STEPS)]
     by = 1 if wrap == "nothing" else size
     trained = model
@@ -130,6 +134,7 @@ def test_steps_are_those_of_one_process(peft, make_ep, alone, rank, size, wrap, 
     for name in want:
         assert (got[name] - want[name]).abs().max() < 1e-5, name
 
+    # The saved folder is one that PEFT loads: over the same ranks, and in one process.
     with torch.no_grad():
         y = model(inputs[0][rank])
     checkpoint.save_adapter(model, folder / "adapter")
@@ -143,6 +148,8 @@ def test_steps_are_those_of_one_process(peft, make_ep, alone, rank, size, wrap, 
         assert (by_one(inputs[0][rank]) - y).abs().max() < 1e-4
     with pytest.raises(ValueError, match="must not exist yet"):
         checkpoint.save_adapter(model, folder / "adapter")
+
+    # A layer that serves loads it, too.
     if wrap == "nothing":
         serving = make_ep(experts=E, top_k=K, hidden=D, capacity={"extra_bytes": 4})
         served = Model(serving, adapters=2, adapter_rank=4)

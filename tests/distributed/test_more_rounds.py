@@ -159,6 +159,7 @@ def test_a_signal_in_a_wait_keeps_the_ranks_in_step(make_layers, late_in, rank, 
     first = (late_in - 1) * M
     tokens = make_tokens(config, rank, 3 * M if rank else first + 1, seed=4)
 
+    # Rank 0 raises in its first or second dispatch; the others dispatch once it has.
     def interrupt(*_: object) -> None:
         store().set("interrupted", "")
         raise KeyboardInterrupt
@@ -173,6 +174,7 @@ def test_a_signal_in_a_wait_keeps_the_ranks_in_step(make_layers, late_in, rank, 
         with signalled(signal.SIGUSR1):
             return dispatch(*args, **options)
 
+    # Three rounds on all ranks, and tokens of rank 0 from its exception on are lost.
     signal.signal(signal.SIGUSR1, interrupt)
     monkeypatch.setattr(ep, "dispatch", in_time)
     with within(SOON_S):

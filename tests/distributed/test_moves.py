@@ -365,10 +365,13 @@ def test_a_signal_handler_raises_at_any_moment(make, size, rank, seed):
     begun = 0
     for number in range(10):
         target = draw_table(ep, seed=number)
+        # Begin the moves, again after each interrupt.
         calls = ep.live.calls
         while ep.live.calls == calls:
             with interrupted(draw.randrange(1, 2000) if draw.random() < 0.3 else 10**9):
                 ep.replace(target, slots.of, loads=torch.rand(L, E, generator=generator(number)))
+
+        # Rounds between polls that are interrupted.
         for _ in range(4):
             for _ in range(draw.randrange(5)):
                 with interrupted(draw.randrange(1, 300)), suppress(EPRefusedError):
@@ -377,6 +380,8 @@ def test_a_signal_handler_raises_at_any_moment(make, size, rank, seed):
             rounds += 1
         with interrupted(draw.randrange(1, 60)):
             ep.share(torch.rand(L, E, generator=generator(number)))
+
+        # Bring them to their end: all ranks have one table, that of the plan unless it was refused.
         refused = False
         try:
             ep.apply()
@@ -452,6 +457,7 @@ def test_experts_in_mxfp4_move(make, rank):
         "gate_up_scales": (2 * D, 1),
         "down_scales": (D, 1),
     }
+    # Random codes and scales of all experts, and layers of them.
     draw = generator(5)
     dtypes = {name: MXFP4 if name.startswith("w_") else torch.float8_e8m0fnu for name in codes}
     full = [
@@ -466,6 +472,8 @@ def test_experts_in_mxfp4_move(make, rank):
     layers = [
         MoELayer.from_full(ep, randn(E, D, seed=layer), **given) for layer, given in enumerate(full)
     ]
+
+    # Move them: each byte, and y.
     x = randn(9, D, seed=rank, dtype=torch.bfloat16).to(ep.device)
     before = [layer(x) for layer in layers]
     ep.replace(draw_table(ep, seed=3), lambda tag, slot: ep.live.weights[tag](tag, slot))
@@ -560,12 +568,16 @@ def test_a_poll_on_another_thread_and_stream_waits_for_the_rounds(make, size, ra
         table = ep.exchange.views["table.copies"]
         fetch = ep.live.mail.fetch
         play(ep, slots, 0, 0, 5)
+
+        # All ranks have all plans, and tables are the old ones.
         moves = begin(slots, 3)
         ep.live.mail.flush()
-        dist.barrier()  # all plans are here
+        dist.barrier()
         before = fetch(table)
         _ = fetch(words)
         x, ids, weights = (t.to(ep.device) for t in make_round(rank, 1, 5))
+
+        # A round on a stream of its own that takes a second, and polls on another thread meanwhile.
         rounds.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(rounds):
             torch.cuda._sleep(2_000_000_000)  # about a second
@@ -573,6 +585,8 @@ def test_a_poll_on_another_thread_and_stream_waits_for_the_rounds(make, size, ra
             y = ep.combine(slots.run(d, 0), d)
         with ThreadPoolExecutor(1) as pool:
             pool.submit(poll).result()
+
+        # What memory has before the round has ended. Where it has ended too early, once more.
         seen = fetch(table)
         said = fetch(words)[rank, Word.VERSION]
         early = [True] * size
@@ -580,6 +594,8 @@ def test_a_poll_on_another_thread_and_stream_waits_for_the_rounds(make, size, ra
         if not any(early):
             break
     assert not any(early), "the rounds have ended too early for this test"
+
+    # Nothing had changed. Behind the round it has.
     assert torch.equal(seen, before) and said == 0
     with torch.cuda.stream(rounds):
         assert_close(y.cpu(), slots.want(*make_round(rank, 1, 5), 0), slack=4)
@@ -598,6 +614,7 @@ def test_replays_while_experts_move(make, size, rank):
     draw = random.Random(rank)
     for seed in range(L):
         play(ep, slots, seed, seed, 4)
+    # A graph of each layer and T.
     captured: dict[tuple[int, int], tuple[list[Tensor], Tensor, torch.cuda.CUDAGraph]] = {}
     for layer in range(L):
         for T in (1, 7, M):
@@ -607,6 +624,8 @@ def test_replays_while_experts_move(make, size, rank):
                 d = ep.dispatch(*inputs, tag=layer + 1)
                 y = ep.combine(slots.run(d, layer), d)
             captured[layer, T] = inputs, y, graph
+
+    # Four plans. While experts move, each replay has the sums of its tokens.
     rounds = 0
     for number in range(4):
         moves = begin(slots, 20 + number)

@@ -28,12 +28,14 @@ class Stages:
     """dispatch and combine of one round, each captured into a graph of its own."""
 
     def __init__(self, ep: ExpertParallel, T: int) -> None:
-        self.ep, self.tokens = ep, make_tokens(ep.config, ep.rank, T)
+        self.ep = ep
+        self.tokens = make_tokens(ep.config, ep.rank, T)
         assert_y(run_round(ep, self.tokens), ep.config, self.tokens)
         inputs = given(ep, self.tokens)
         experts = capturable_experts(ep)
         torch.cuda.synchronize()
-        self.dispatch, self.combine = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        self.dispatch = torch.cuda.CUDAGraph()
+        self.combine = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.dispatch):
             d = ep.dispatch(*inputs)
         with torch.cuda.graph(self.combine):

@@ -147,6 +147,7 @@ def test_each_state_permits_its_calls_only(make_ep, rank, size, state):
     tokens = make_tokens(ep.config, rank, 7)
     inputs = given(ep, tokens)
     rows = torch.zeros(1, 64, device=ep.device)
+    # Bring the round into this state.
     sent = handle = ep.dispatch_send(*inputs)
     d = ep.dispatch_recv(sent) if state != SENT else None
     if d is not None:
@@ -156,6 +157,8 @@ def test_each_state_permits_its_calls_only(make_ep, rank, size, state):
         ep.combine_send(outputs, d)
     if state == CLOSED:
         assert_y(ep.combine_recv(d), ep.config, tokens)
+
+    # All calls of the other states.
     arguments = {CLOSED: inputs, SENT: [handle], DISPATCHED: [rows, handle], RETURNING: [handle]}
     for at, call in (
         (at, call) for at, calls in enumerate(PERMITTED) for call in calls if at != state
@@ -168,6 +171,8 @@ def test_each_state_permits_its_calls_only(make_ep, rank, size, state):
         with pytest.raises(epmoe.EPStateError, match=why) as caught:
             getattr(ep, call)(*arguments[at])
         assert isinstance(caught.value, RuntimeError) and isinstance(caught.value, ValueError)
+
+    # Behind a closed round: handles of that round, and of another exchange.
     if state != CLOSED:
         return ep.abort(handle)
     second = ep.dispatch_send(*inputs)

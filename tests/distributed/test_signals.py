@@ -153,6 +153,8 @@ def test_an_exception_at_any_moment(ep, rank, size):
     tokens = make_tokens(ep.config, rank, 16)
     rounds = ep.exchange.rounds
     alone = without_rank(ep, tokens, 0)
+
+    # Each round is tried until it was opened, whole or in phases by turns.
     for n in range(1, 61):
         while rounds.count < n:  # an exception before anything was sent opens no round
             try:

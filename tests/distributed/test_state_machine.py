@@ -62,8 +62,10 @@ class Ranks(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rank, self.ep = dist.get_rank(), ExpertParallel(CONFIG)
-        self.states, self.rounds = [CLOSED] * SIZE, [0] * SIZE
+        self.rank = dist.get_rank()
+        self.ep = ExpertParallel(CONFIG)
+        self.states = [CLOSED] * SIZE
+        self.rounds = [0] * SIZE
         self.gave_up: set[tuple[int, int]] = set()
         self.ys: list[tuple] = []
         self.failure: EPTimeoutError | None = None
@@ -71,7 +73,8 @@ class Ranks(RuleBasedStateMachine):
 
     @initialize(leaver=st.none() | RANKS, by_exception=st.booleans(), in_order=st.booleans())
     def choose(self, leaver: int | None, by_exception: bool, in_order: bool) -> None:
-        self.leaver, self.by_exception = None if leaver is None else leaver % SIZE, by_exception
+        self.leaver = None if leaver is None else leaver % SIZE
+        self.by_exception = by_exception
         self.in_order = in_order
 
     def able(self, call: str) -> list[int]:
@@ -109,7 +112,8 @@ class Ranks(RuleBasedStateMachine):
                 error.add_note(f"after {', '.join(self.steps)}")
                 raise
         if call in CALLS:
-            before, self.states[who] = self.states[who], CALLS[call][1]
+            before = self.states[who]
+            self.states[who] = CALLS[call][1]
             self.rounds[who] += before == CLOSED
         if self.in_order:
             dist.barrier()

@@ -237,6 +237,7 @@ def accelerated_clip(case: Case) -> None:
 def trainer(case: Case) -> None:
     transformers = pytest.importorskip("transformers")
 
+    # The Trainer wants a loss from the model, and its clipping is replaced by a callback.
     class WithLoss(nn.Module):
         def __init__(self, model: Model) -> None:
             super().__init__()
@@ -268,6 +269,7 @@ def trainer(case: Case) -> None:
         dataloader_pin_memory=False,
         train_sampling_strategy="sequential",
     )
+    # Sequential samples: rank r takes the tokens of rank r, as the table's other tools do.
     data = [{"x": tokens(step, rank)} for step in range(2) for rank in range(dist.get_world_size())]
 
     optimizer = adamw(model.parameters())

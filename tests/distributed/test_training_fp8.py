@@ -65,9 +65,12 @@ def test_only_the_tokens_are_rounded(make_ep, rank, case):
     }
     if case["alignment"]:
         options["capacity"] = {"alignment": case["alignment"]}
+    # One exchange, or another one for backward passes.
     eps = [make_ep(case["ll_max_tokens"], **options) for _ in range(case["windows"])]
     device = eps[0].device
     backward = eps[-1] if len(eps) > 1 else None
+
+    # Tokens, the last three of which may be padding.
     x, ids, weights, grad = draw(rank, T, D, dtype, device)
     n = T if case["padding"] is None else max(T - 3, 0)
     tokens = {None: None, "int": n, "tensor": torch.tensor(n, dtype=torch.int32, device=device)}[
@@ -94,6 +97,7 @@ def test_only_the_tokens_are_rounded(make_ep, rank, case):
         used = slice(int(counts[-1]))
         return rows[used].detach(), counts, y.detach(), given.grad, w.grad
 
+    # Tokens as they arrive from fp8, sent in their own dtype, give the same bits.
     want = run(TrainingExchange(eps[0], backward=backward), as_it_arrives(x))
     exchange = TrainingExchange(eps[0], backward=backward, payload="fp8")
     for _ in range(2):

@@ -53,7 +53,8 @@ class Graph(torch.nn.Module):
 
     def __init__(self, layers: list[MoELayer], kind: str) -> None:
         super().__init__()
-        self.layers, self.kind = torch.nn.ModuleList(layers), kind
+        self.layers = torch.nn.ModuleList(layers)
+        self.kind = kind
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.layers
@@ -74,7 +75,8 @@ class OwnLayer(torch.nn.Module):
 
     def __init__(self, layer: MoELayer) -> None:
         super().__init__()
-        self.layer, self.exchange = layer, TrainingExchange(layer.ep)
+        self.layer = layer
+        self.exchange = TrainingExchange(layer.ep)
 
     def forward(self, x: Tensor) -> Tensor:
         # The stages of a layer, as users write them.

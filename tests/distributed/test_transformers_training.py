@@ -177,8 +177,11 @@ def test_the_trainer(entry_point, size, tmp_path):
     trainer = Trainer(
         spread, arguments, train_dataset=[{"input_ids": ids, "labels": ids} for ids in examples]
     )
+    # The Trainer over the ranks.
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+
+    # The same steps in one process, each with all sequences of all ranks.
     optimizer = torch.optim.AdamW(single.parameters(), lr=1e-3, weight_decay=0.0)
     batches = examples.to(DEVICE).view(steps, -1, 12)
     for step, (batch, entry) in enumerate(zip(batches, logged, strict=True)):

@@ -32,7 +32,8 @@ class OwnExperts(nn.Module):
 
     def __init__(self, up: Tensor, down: Tensor) -> None:
         super().__init__()
-        self.up, self.down = nn.Parameter(up), nn.Parameter(down)
+        self.up = nn.Parameter(up)
+        self.down = nn.Parameter(down)
 
     def forward(self, rows: Tensor, offsets: Tensor, scales: None = None) -> Tensor:
         ends = offsets.tolist()
@@ -116,7 +117,8 @@ class DenseMoE(nn.Module):
 
     def __init__(self, kind: Kind, router: Tensor, up: Tensor, down: Tensor) -> None:
         super().__init__()
-        self.router_weight, self.experts = nn.Parameter(router), DenseExperts(kind, up, down)
+        self.router_weight = nn.Parameter(router)
+        self.experts = DenseExperts(kind, up, down)
 
     def forward(self, x: Tensor) -> Tensor:
         weights, ids = F.linear(x, self.router_weight).softmax(1).topk(K, 1)
@@ -127,7 +129,8 @@ class DenseMoE(nn.Module):
 class Block(nn.Module):
     def __init__(self, moe: nn.Module, number: int) -> None:
         super().__init__()
-        self.dense, self.moe = nn.Linear(D, D, bias=False), moe
+        self.dense = nn.Linear(D, D, bias=False)
+        self.moe = moe
         with torch.no_grad():
             self.dense.weight.copy_(randn(D, D, seed=100 + number) / 4)
 

@@ -47,7 +47,8 @@ class Nodes:
         # Each node has all experts.
         owners = [(p + i) % RANKS for i in (0, G) for p in range(EXPERTS)]
         self.placement = Placement.build(EXPERTS, RANKS, "explicit", owners, EXPERTS)
-        self.host, self.random = Host(folder, torch.device("cpu")), random.Random(seed)
+        self.host = Host(folder, torch.device("cpu"))
+        self.random = random.Random(seed)
 
     def hurt(self, kind: Callable[[Nodes, int], Verdict], victim: int) -> None:
         """Something fails, the ranks report what they saw, and those that still can go on."""

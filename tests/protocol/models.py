@@ -60,6 +60,7 @@ def build(
     Returns:
         The machine, with a program for each rank.
     """
+    # What ranks may do, but for the rule that is taken out.
     dying = frozenset(dying)
     deadlines = frozenset(range(ranks) if dying else late)
     machine = Machine(
@@ -70,6 +71,8 @@ def build(
         latches=without != "latch",
         lazy=lazy,
     )
+
+    # Each rank writes its program.
     writer = {CPU: CpuRank, MAIL: MailRank}.get(protocol, CudaRank)
     for rank in range(ranks):
         writer(machine, rank, protocol, rounds, one_way, aborts, without).write()

@@ -43,7 +43,9 @@ class ReplayModel:
     """
 
     def __init__(self, alike: bool, without: str = "", other: str = "stays") -> None:
-        self.alike, self.without, self.start = alike, without, State(marked=other == "comes")
+        self.alike = alike
+        self.without = without
+        self.start = State(marked=other == "comes")
         self.empty = {0: other == "comes", 1: other == "leaves"}  # in each generation
         opening = ["maps", "marks", "tables", "ends", "clears"]
         closing = ["ends", "latches", "ends", "unmaps"]

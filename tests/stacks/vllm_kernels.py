@@ -145,7 +145,8 @@ class Layer:
         if isinstance(exchange, EpmoePrepareAndFinalize) and exchange.layout == "layer":
             scales = {"gate_up_scales": weights.w1_scale, "down_scales": weights.w2_scale}
             ours = GroupedExperts(weights.w1, weights.w2, **scales).requires_grad_(False)
-            self.slack, self.gemm = 8 if ours.is_fp8 else 2, ours.gemm
+            self.slack = 8 if ours.is_fp8 else 2
+            self.gemm = ours.gemm
             experts = EpmoeExperts(config, ours, exchange)
         self.kernel = FusedMoEKernel(exchange or MoEPrepareAndFinalizeNoDPEPModular(), experts)
         self.expert_map = None

@@ -41,6 +41,7 @@ def main(model: str, output: str, epmoe: str) -> None:
         distributed_executor_backend="external_launcher",
         additional_config={"epmoe": json.loads(epmoe)},
     )
+    # Measure each step, and each tick within it.
     step = engine.llm_engine.step
     steps_s = list[float]()
     ticks_s = list[float]()
@@ -62,6 +63,7 @@ def main(model: str, output: str, epmoe: str) -> None:
 
     sizes.balancing.poll = timed_tick
 
+    # Two batches of each phase: the tokens, and the rows that this rank got for the second one.
     def rows() -> list[list[int]]:
         return [ep.health().rows_by_layer for ep in sizes.exchanges]
 

@@ -62,18 +62,25 @@ def main(model: str, other: str, output: str, epmoe: str) -> None:
         sizes.poll()  # as the thread that watches GPUs does all the time
         return {"asleep" in repr(ep) for ep in named_exchanges().values()}
 
+    # Experts have moved.
     engine.generate(prompts(PHASES[0], rank), sampling(), use_tqdm=False)
     moved = sum(ep.live.moved for ep in named_exchanges().values() if ep.live is not None)
+
+    # The backend of sleep mode that vLLM takes, with a stand-in for its allocator.
     allocator = Allocator(engine.apply_model(lambda model: model)[0])
     device_allocator.get_mem_allocator_instance = lambda: allocator
     model_config = engine.llm_engine.model_config
     assert model_config.sleep_mode_backend == "epmoe"
     backend = SleepModeBackendFactory.create_backend(model_config)
+
+    # Level 1: the same tokens afterwards.
     before = tokens()
     backend.suspend(1)
     assert asleep() == {True}
     backend.resume()
     after = tokens()
+
+    # Level 2: the windows wake up with the weights, which are loaded again.
     backend.suspend(2)
     backend.resume(["kv_cache"])
     assert asleep() == {True}

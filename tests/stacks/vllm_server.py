@@ -79,7 +79,8 @@ class Server:
 
     def __init__(self, model: Path, live: dict[str, Any] | None, *arguments: str) -> None:
         self.model = str(model)
-        self.port, self.metrics_port = free_port(), free_port()
+        self.port = free_port()
+        self.metrics_port = free_port()
         choice = {"layout": "layer", "metrics_port": self.metrics_port} | (
             {"live": live} if live else {}
         )
@@ -207,7 +208,8 @@ class Load:
     DRIFT_S = 6
 
     def __init__(self, server: Server) -> None:
-        self.server, self.answers = server, list[tuple[tuple[int, ...], int, Any]]()
+        self.server = server
+        self.answers = list[tuple[tuple[int, ...], int, Any]]()
         self._stopped = threading.Event()
         self._begun = time.monotonic()
         self._clients = [

@@ -21,25 +21,51 @@ namespace {
 constexpr int kTokensOfBox = 16;     // lines
 constexpr int kSwizzleBytes = 1024;  // of eight lines, to whose multiples boxes are aligned
 
+// Warpgroups of a block that multiply.
+constexpr int groups_of(bool fp8, bool down) {
+  if (!fp8) return 1;
+  return down ? 2 : 4;
+}
+
+// Scales of weights in a block of k: of gate and up, or of down.
+constexpr int scales_of(bool fp8, bool down) {
+  if (!fp8) return 0;
+  return down ? 1 : 2;
+}
+
+// As many stages as fit into shared memory.
+constexpr int stages_of(int groups, int tokens) {
+  if (tokens == 32) return groups == 1 ? 7 : 4;
+  return groups == 1 ? 5 : 3;
+}
+
 // A block: one thread that loads, and warpgroups. Where outputs become fp8, 128 of them share a
 // scale. Two blocks share a multiprocessor else: one loads while the other one waits for its first
 // bytes, or writes. A tile has kMostTokens rows at most, and the more it may have, the fewer stages
 // fit.
 template <bool kOfFp8, bool kOfDown, int kMostTokens>
 struct Shape {
-  static constexpr bool kFp8 = kOfFp8, kDown = kOfDown;
-  static constexpr int kTokens = kMostTokens,
-                       kLeavingBytes = kTokens * kLineBytes;  // products of a warpgroup
-  static constexpr int kGroups = !kFp8 ? 1 : kDown ? 2 : 4, kBlocksPerSM = kGroups <= 2 ? 2 : 1;
-  static constexpr int kMultipliers = kGroups * kWarpgroup, kThreads = kMultipliers + 32;
+  static constexpr bool kFp8 = kOfFp8;
+  static constexpr bool kDown = kOfDown;
+  static constexpr int kTokens = kMostTokens;
+  // Products of a warpgroup that leave.
+  static constexpr int kLeavingBytes = kTokens * kLineBytes;
+  static constexpr int kGroups = groups_of(kFp8, kDown);
+  static constexpr int kBlocksPerSM = kGroups <= 2 ? 2 : 1;
+  static constexpr int kMultipliers = kGroups * kWarpgroup;
+  static constexpr int kThreads = kMultipliers + 32;
   // A stage has the weights of all warpgroups in as few boxes as can be: large ones load faster.
-  static constexpr int kBoxes = kDown ? 1 : 2, kWeightsOfBox = kGroups * 64 / kBoxes;  // lines
-  static constexpr int kOutputs = kGroups * (kDown ? 64 : 32);  // columns of `out` in a tile
-  static constexpr int kStages = kTokens == 32 ? (kGroups == 1 ? 7 : 4) : (kGroups == 1 ? 5 : 3);
+  static constexpr int kBoxes = kDown ? 1 : 2;
+  static constexpr int kWeightsOfBox = kGroups * 64 / kBoxes;  // lines
+  // Columns of `out` in a tile.
+  static constexpr int kOutputs = kGroups * (kDown ? 64 : 32);
+  static constexpr int kStages = stages_of(kGroups, kTokens);
   static constexpr int kStageBytes = kGroups * kBoxBytes + kTokens * kLineBytes;
-  static constexpr int kScales = !kFp8 ? 0 : kDown ? 1 : 2;      // of weights, in a block of k
-  static constexpr int kLargest = kFp8 && !kDown ? kGroups : 0;  // values of h that a row keeps
-  static constexpr int kElements = kLineBytes / (kFp8 ? 1 : 2);  // of k in a step
+  static constexpr int kScales = scales_of(kFp8, kDown);
+  // Values of h that a row keeps.
+  static constexpr int kLargest = kFp8 && !kDown ? kGroups : 0;
+  // Elements of k in a step.
+  static constexpr int kElements = kLineBytes / (kFp8 ? 1 : 2);
   using Stages = Ring<kStages, kStageBytes>;
 
   // Products of scales, then the largest values of h.

@@ -13,17 +13,23 @@
 namespace epmoe::cuda {
 namespace {
 
-constexpr int kWarps = kWarpgroup / 32,
-              kThreads = (kMultipliers + 1) * kWarpgroup;  // kWarps: that widen
-constexpr int kStages = 4, kLeavingBytes = kBoxBytes;      // kLeavingBytes: of a warpgroup
+// One warpgroup widens codes, the others multiply.
+constexpr int kWarps = kWarpgroup / 32;
+constexpr int kThreads = (kMultipliers + 1) * kWarpgroup;
+// Stages of widened weights and rows, and products that leave a warpgroup.
+constexpr int kStages = 4;
+constexpr int kLeavingBytes = kBoxBytes;
 using Stages = Ring<kStages, kStageBytes>;
-constexpr int kBatch = 2,
-              kCodeBytes =
-                  kBatch * kStep / 2;  // steps whose codes arrive together, bytes of a row in them
-constexpr int kSlots = 2, kSlotBytes = 32 * kCodeBytes;  // of a warp: batches under way
+// Steps whose codes arrive together, and bytes of a row in them.
+constexpr int kBatch = 2;
+constexpr int kCodeBytes = kBatch * kStep / 2;
+// Batches under way, of a warp that widens.
+constexpr int kSlots = 2;
+constexpr int kSlotBytes = 32 * kCodeBytes;
+// Where they lie in shared memory.
 constexpr int kSlotsAt = kStages * kStageBytes + kMultipliers * kLeavingBytes;
-constexpr int kMbarriersAt = kSlotsAt + kWarps * kSlots * kSlotBytes,
-              kMbarriers = 2 * kStages + kWarps * kSlots;
+constexpr int kMbarriersAt = kSlotsAt + kWarps * kSlots * kSlotBytes;
+constexpr int kMbarriers = 2 * kStages + kWarps * kSlots;
 
 int64_t shared_bytes(int32_t experts) {
   return kMbarriersAt + kMbarriers * static_cast<int64_t>(sizeof(uint64_t)) +

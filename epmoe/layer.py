@@ -77,7 +77,8 @@ class MoELayer(nn.Module):
         experts: maps rows [N, D], expert_offsets int32 [e+1] and scales (fp32 [N, D/128] with an
             fp8 payload, otherwise None) to outputs [N, D] in x's dtype, as `GroupedExperts` does.
         bias: fp32, fp16 or bf16 [E], of which the layer makes a buffer in fp32, added to the scores
-            for the choice of experts only. `routing.selection_bias` asks for it.
+            for the choice of experts only. `routing.selection_bias` asks for it, and without that
+            it is refused.
         logit_bias: [E] in the dtype of `router_weight`, a parameter, added to the logits, as
             gpt-oss's router does. `routing.logit_bias` asks for it, and without that it is refused.
         shared: maps the tokens [T, D] to what is added to y [T, D], such as shared experts. On a
@@ -264,6 +265,13 @@ class MoELayer(nn.Module):
             name: _on(ep.device, value)
             for name, value in folder.router(block, _gate_bias(ep.config)).items()
         }
+        # Whoever gives `bias` himself has read what the checkpoint has.
+        is_unsaid = router["bias"] is not None and not ep.config.routing.selection_bias
+        if is_unsaid and "bias" not in options:
+            raise ValueError(
+                f"{folder.path}: the router of `{block}` has a bias of the choice, so the config "
+                "must say `routing: {selection_bias: true}`"
+            )
         for name in ("router_weight", "logit_bias"):
             if router_dtype is not None and router[name] is not None:
                 router[name] = router[name].to(router_dtype)
@@ -1039,6 +1047,11 @@ def _check_router(
     elif config.routing.selection_bias:
         raise ValueError(
             "`bias` must be given, since `routing.selection_bias` says that the router has one"
+        )
+    if bias is not None and not config.routing.selection_bias:
+        raise ValueError(
+            "`bias` must be None, unless `routing.selection_bias` says that the choice has one: "
+            "set `routing: {selection_bias: true}` in the config"
         )
     if logit_bias is not None:
         check_tensor("logit_bias", logit_bias, (weight.dtype,), (E,), weight.device)

@@ -10,7 +10,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -283,21 +282,6 @@ def test_a_process_that_computes_and_has_not_called_is_waited_for():
     finally:
         process.kill()
         process.wait()
-
-
-def test_a_presence_that_a_handler_interrupts_raises_what_the_handler_does(tmp_path, monkeypatch):
-    """Python's Thread.start raises KeyError then, where the thread has begun."""
-    start = threading._start_new_thread
-
-    def start_and_interrupt(*arguments: object) -> None:
-        start(*arguments)
-        time.sleep(0.1)
-        raise InterruptedError
-
-    for owner, name in ((threading, "_start_new_thread"), (board, "start_new_thread")):
-        monkeypatch.setattr(owner, name, start_and_interrupt, raising=False)
-    with pytest.raises(InterruptedError):
-        Presence(Board(OutlivingStore(tmp_path), "x"), "there")
 
 
 ALL_THERE = Seen(

@@ -353,6 +353,10 @@ MISTAKES: dict[str, list[tuple]] = {
             {"logit_bias": torch.zeros(12)},
             "`logit_bias` must be None, unless `routing.logit_bias` says",
         ),
+        (
+            {"bias": torch.zeros(12)},
+            "`bias` must be None, unless `routing.selection_bias` .*{selection_bias: true}` in the",
+        ),
     ],
     "with a bias of the logits": [
         (

@@ -622,6 +622,21 @@ def test_what_a_bias_of_the_gate_is_says_the_config(tmp_path, given):
         }
 
 
+def test_a_bias_of_the_choice_is_refused_where_the_config_does_not_say_it(tmp_path):
+    tensors = added(each(), "gate.e_score_correction_bias", like=randn(E))
+    folder = saved(tmp_path, tensors)
+    model = {"num_experts": E, "num_experts_per_tok": 2, "hidden_size": D, "dtype": "float32"}
+    config = epmoe.EPConfig(model=model, topology={"ep_size": 1})
+    refusal = rf"{tmp_path}: the router of `{BLOCK}` has a bias of the choice, so .*selection_bias"
+    with epmoe.ExpertParallel(config, device="cpu") as ep:
+        with pytest.raises(ValueError, match=refusal):
+            epmoe.MoELayer.from_safetensors(ep, folder, BLOCK)
+        with pytest.raises(ValueError, match="`bias` must be None, unless"):
+            epmoe.MoELayer.from_safetensors(ep, folder, BLOCK, bias=torch.zeros(E))
+        # The caller may leave it out, by its name.
+        assert epmoe.MoELayer.from_safetensors(ep, folder, BLOCK, bias=None).bias is None
+
+
 def nested(layer: epmoe.MoELayer) -> torch.nn.Module:
     """The module `model` of a model that has the layer as BLOCK."""
     model = torch.nn.Module()

@@ -6,19 +6,27 @@ While experts move: tests/test_live.py.
 
 from __future__ import annotations
 
+import gc
+import itertools
+import os
 import re
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import randn, refuse_another_thread
+from helpers import interrupted_at, randn, refuse_another_thread
 from test_service import CONFIG, D, E, assert_works, inputs
+from waits import SOON_S
 
 import epmoe
+from epmoe.exchange import sockets
 from epmoe.exchange.addresses import Places
 from epmoe.exchange.round_state import RoundState
-from epmoe.group import waiting
+from epmoe.group import board, deaths, waiting
+from epmoe.group.store import OutlivingStore
 from epmoe.native import ops
 
 pytestmark = pytest.mark.usefixtures("serving")
@@ -215,3 +223,44 @@ def test_a_wait_that_fails_at_its_deadline_has_not_ended_well(monkeypatch):
     monkeypatch.setattr(waiting, "Thread", Late)
     with pytest.raises(ValueError, match="late"):
         waiting.interruptible(fails, timeout_s=0)
+
+
+class Watched:
+    """Whose method `Deaths` calls."""
+
+    def note(self, dead: int) -> None:
+        raise AssertionError(f"nobody has ended, got {dead}")
+
+
+def begin_deaths(folder: Path) -> None:
+    deaths.Deaths({0: os.pidfd_open(os.getpid())}, Watched().note)
+
+
+STARTS: dict[str, Callable[[Path], object]] = {
+    "interruptible": lambda folder: waiting.interruptible(lambda: None),
+    "worker": lambda folder: waiting.Worker("epmoe-test"),
+    "deaths": begin_deaths,
+    "handout": lambda folder: sockets.Handout(),
+    "presence": lambda folder: board.Presence(board.Board(OutlivingStore(folder), "x"), "there"),
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_handler_at_every_place_of_a_start(tmp_path, monkeypatch, start):
+    """What it raises in the start is raised as it is, and no thread outlives what has begun it."""
+    monkeypatch.setattr(board, "_BEAT_S", 0.01)
+    files = {threading.__file__, waiting.__file__}
+    before = set(threading.enumerate())
+    for step in itertools.count():
+        with interrupted_at(step, files) as found:
+            STARTS[start](tmp_path)
+        # What has begun goes with its object; the thread sees that by itself.
+        until = time.monotonic() + SOON_S
+        while set(threading.enumerate()) - before and time.monotonic() < until:
+            gc.collect()
+            time.sleep(0.001)
+        assert set(threading.enumerate()) == before, step
+        assert not threading._limbo, step
+        if not found.came:
+            break
+    assert step > 5

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from epmoe.group.deaths import this_process
 from epmoe.group.peers import Peers
+from epmoe.group.waiting import start_thread
 
 SOCKET_TIMEOUT_S = 60.0
 _BACKLOG = 64  # connections on their way to a `Handout`
@@ -233,15 +234,17 @@ def _handing_out(name: str, kept: dict[int, int], lock: Lock) -> Iterator[socket
         listener.bind(name)
         listener.listen(_BACKLOG)
         thread = Thread(target=serve, daemon=True, name="epmoe-sockets")
-        thread.start()
         try:
+            start_thread(thread)
             yield listener
         finally:
             # A fork has closed its copy, and leaves this one open.
             if os.getpid() == owner:
                 ended = True
                 listener.shutdown(socket.SHUT_RDWR)
-                thread.join()
+                # A signal handler may have raised before the thread had started.
+                if thread.is_alive():
+                    thread.join()
 
 
 @contextlib.contextmanager

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 import weakref
-from _thread import start_new_thread
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from threading import Thread
 
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -25,7 +25,7 @@ from epmoe.config.deadlines import ANSWER_S
 from epmoe.group.deaths import has_ended, name_of_process, processor_time
 from epmoe.group.peers import Peers
 from epmoe.group.store import POLL_S, OutlivingStore
-from epmoe.group.waiting import interruptible
+from epmoe.group.waiting import interruptible, start_thread
 
 # From one sign of life to the next.
 _BEAT_S = 0.05
@@ -76,9 +76,9 @@ class Presence:
 
     def __init__(self, board: Board, key: object) -> None:
         self.ended = False
-        # The thread must not keep this object alive. Thread.start raises KeyError where a signal
-        # handler raises in it.
-        start_new_thread(_show, (weakref.ref(self), board, key))
+        # The thread must not keep this object alive.
+        shown = (weakref.ref(self), board, key)
+        start_thread(Thread(target=_show, args=shown, name="epmoe-presence", daemon=True))
 
 
 def sign_of_life() -> str:

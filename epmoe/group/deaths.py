@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Thread, current_thread
 
+from epmoe.group.waiting import start_thread
+
 # How long a note that is under way may take when the thread is to end.
 _END_S = 2.0
 
@@ -39,8 +41,9 @@ class Deaths:
             ours, theirs = socket.socketpair()
             watched = (dict(processes), theirs, weakref.WeakMethod(note))
             thread = Thread(target=_watch, args=watched, daemon=True, name="epmoe-deaths")
-            thread.start()
+            # First, so that a thread ends also where a signal handler raises behind its start.
             self._close = weakref.finalize(self, _end, os.getpid(), ours, thread, processes)
+            start_thread(thread)
 
     def mask(self) -> int:
         """The ranks whose processes have ended, as a mask."""
@@ -165,8 +168,8 @@ def _end(owner: int, stop: socket.socket, thread: Thread, processes: dict[int, i
     # Not `close` alone: a forked child may have a copy of the socket.
     stop.shutdown(socket.SHUT_RDWR)
     stop.close()
-    # The object may be collected on the thread itself.
-    if thread is not current_thread():
+    # The object may be collected on the thread itself, or before the thread has started.
+    if thread.is_alive() and thread is not current_thread():
         thread.join(_END_S)
     for process in processes.values():
         os.close(process)

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from _thread import allocate_lock, start_new_thread
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -54,7 +55,7 @@ def interruptible(
 
     # A daemon: a wait that never ends must not keep the process alive.
     thread = Thread(target=call, daemon=True)
-    thread.start()
+    start_thread(thread)
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     while thread.is_alive() and time.monotonic() < deadline:
         thread.join(_GLANCE_S)
@@ -173,6 +174,22 @@ class Whole(Generic[_Value]):
         return self._value
 
 
+def start_thread(thread: Thread) -> None:
+    """Start a thread. What a signal handler raises meanwhile is raised once `thread` has started,
+    or never will: `thread.ident` tells which.
+
+    `Thread.start` alone raises KeyError then, or keeps a thread that has never begun in Python's
+    list of threads.
+    """
+    # Python runs signal handlers on the main thread only, so none raises in this call of `start`.
+    start = Whole(thread.start)
+    try:
+        start.run()
+    except BaseException:
+        start.settle()
+        raise
+
+
 class Promise(Generic[_Value]):
     """What a `Worker` computes. `done` says whether it has."""
 
@@ -203,9 +220,12 @@ class Worker:
     """
 
     def __init__(self, name: str) -> None:
-        self._queue = SimpleQueue[Promise[Any] | None]()
-        self._thread = Thread(target=_serve, args=(self._queue,), name=name, daemon=True)
-        self._thread.start()
+        self._queue = SimpleQueue[object]()
+        # Ends the thread where this object goes. No signal handler comes between, as it would in a
+        # `__del__` in Python, where what it raises is lost.
+        gone = weakref.ref(self, self._queue.put)
+        self._thread = Thread(target=_serve, args=(self._queue, gone), name=name, daemon=True)
+        start_thread(self._thread)
 
     @property
     def lives(self) -> bool:
@@ -222,12 +242,10 @@ class Worker:
         """End the thread after what was submitted. Waits for nothing."""
         self._queue.put(None)
 
-    __del__ = close
 
-
-def _serve(queue: SimpleQueue[Promise[Any] | None]) -> None:
-    """The thread. It does not keep the worker alive."""
-    while (promise := queue.get()) is not None:
+def _serve(queue: SimpleQueue[object], gone: weakref.ref[Worker]) -> None:
+    """The thread, until there is anything but a promise. It keeps `gone` alive, not the worker."""
+    while isinstance(promise := queue.get(), Promise):
         promise.run()
         # Keep the value no longer than its reader does.
         del promise

@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import AllToAllOptions, _get_default_sto
 
 from epmoe.config.deadlines import Deadlines
 from epmoe.group.board import RollCall
-from epmoe.group.waiting import interruptible
+from epmoe.group.waiting import interruptible, start_thread
 from epmoe.native import ops
 from epmoe.native.layouts import struct
 from epmoe.native.streams import HIGH, own_stream
@@ -154,7 +154,7 @@ class NcclRail:
         self._latched = latched
         arguments = on_late, self._shown, self._deadlines, self._closed
         self._watching = Thread(target=_watch, args=arguments, daemon=True, name="epmoe-rail")
-        self._watching.start()
+        start_thread(self._watching)
 
     def missing(self, found: Sequence[int]) -> list[int]:
         return self._roll_call.missing(found)
@@ -170,7 +170,7 @@ class NcclRail:
         """Where no transfer is under way, NCCL first delivers what this rank has sent."""
         self._closed.set()
         # The thread may be recording a failure.
-        if self._watching is not None:
+        if self._watching is not None and self._watching.is_alive():
             self._watching.join(3 * _END_S)
         if not self._idle or self._told.wanted:
             self.abort()
@@ -191,12 +191,12 @@ class NcclRail:
             until = time.monotonic() + _END_S
             # RuntimeError: no thread can start any more.
             with suppress(RuntimeError):
-                if self._ending is None:
-                    ending = Thread(
+                # A signal handler may have raised before an earlier call had started it.
+                if self._ending is None or self._ending.ident is None:
+                    self._ending = Thread(
                         target=_first_that_works, args=calls, daemon=True, name="epmoe-rail-end"
                     )
-                    ending.start()
-                    self._ending = ending
+                    start_thread(self._ending)
                 while self._ending.is_alive() and not enough() and time.monotonic() < until:
                     self._ending.join(_GLANCE_S)
         finally:

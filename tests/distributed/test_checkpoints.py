@@ -52,7 +52,7 @@ def ep_over(rank: int, size: int) -> Iterator[Callable[..., ExpertParallel]]:
         firsts = range(0, size, ranks)
         groups = [dist.new_group(list(range(first, min(first + ranks, size)))) for first in firsts]
         group = groups[rank // ranks]
-        routing = {"logit_bias": kind == "gpt_oss"}
+        routing = {"logit_bias": kind == "gpt_oss", "selection_bias": True}
         config = make_config(
             dist.get_world_size(group), experts=E, top_k=K, hidden=D, routing=routing, **options
         )
@@ -250,7 +250,9 @@ def test_meshes_in_every_order(folder, rank, size):
     layers = list[MoELayer]()
     # A layer over each mesh that ascends along "ep"; the others are refused.
     for shape in shapes:
-        config = make_config(shape[1], experts=experts, top_k=K, hidden=D)
+        config = make_config(
+            shape[1], experts=experts, top_k=K, hidden=D, routing={"selection_bias": True}
+        )
         for order in itertools.permutations(range(size)):
             ranks = torch.tensor(order).view(shape)
             mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "ep"))
@@ -495,7 +497,8 @@ def test_ranks_without_experts(ep_over, folder, size):
 
 
 def test_experts_of_the_user_are_refused(ep_over, size):
-    layer = MoELayer(ep_over(size), randn(E, D), torch.nn.Linear(D, D).requires_grad_(False))
+    experts = torch.nn.Linear(D, D).requires_grad_(False)
+    layer = MoELayer(ep_over(size), randn(E, D), experts, bias=randn(E))
     for call in (
         layer.full_state_dict,
         lambda: checkpoint.sharded_state_dict(torch.nn.Sequential(layer)),

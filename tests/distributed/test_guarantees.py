@@ -138,7 +138,11 @@ def same(got: list[Tensor], want: list[Tensor], bits: bool = True) -> None:
 def test_every_kind_of_call_has_the_bits_of_serving(bench, dtype, bias, on_input):
     if "adapters" in bench.kind and on_input:
         pytest.skip("weights would multiply the numbers of adapters, so it is refused")
-    layer = bench.layer(bench.open(computes={"weights_on_input": on_input}), dtype=dtype, bias=bias)
+    ep = bench.open(
+        computes={"weights_on_input": on_input},
+        routing={"selection_bias": bias is not None},
+    )
+    layer = bench.layer(ep, dtype=dtype, bias=bias)
     x = bench.x(dtype=dtype)
     # A batch, one token, none, and a batch of sequences.
     for tokens in (x, x[:1], x[:0], x[:8].view(2, 4, D)):
@@ -388,7 +392,7 @@ CASTS = {
 @pytest.mark.parametrize("of_a_model", [False, True])
 def test_casts_reach_the_experts_only(bench, cast, of_a_model):
     """As serving stacks do: the choice of experts needs fp32."""
-    ep = bench.open(routing={"logit_bias": True})
+    ep = bench.open(routing={"logit_bias": True, "selection_bias": True})
     layer = bench.layer(ep, bias=randn(E, seed=1), logit_bias=randn(E, seed=2))
     router_weight = layer.router_weight.detach().clone()
     make, dtype = CASTS[cast]

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from bisect import bisect_left
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
+from threading import Thread
 from typing import Any, Literal
 
 import torch
@@ -31,6 +31,7 @@ from epmoe.config.config import EPConfig
 from epmoe.config.placement import Placement
 from epmoe.exchange.handles import Layout
 from epmoe.group.errors import EPMismatchError, EPOrderError, EPStateError, EPTimeoutError
+from epmoe.group.waiting import start_thread
 from epmoe.integrations.balancing import Balancing, section_with_slots
 from epmoe.integrations.prometheus import HealthCollector
 from epmoe.integrations.session import Session, make_config
@@ -202,7 +203,7 @@ def shared(shape: Shape, group: dist.ProcessGroup, device: torch.device, choice:
         if choice.metrics_port is not None:
             _serve_metrics(choice.metrics_port + ep.rank)
         if device.type == "cuda":
-            threading.Thread(target=watch, args=(sizes,), name="epmoe", daemon=True).start()
+            start_thread(Thread(target=watch, args=(sizes,), name="epmoe", daemon=True))
         return sizes
 
     return _session.share(shape, group, device, make)

@@ -551,8 +551,8 @@ class MoELayer(nn.Module):
         has been launched or counted yet, so the group goes on as if there had been no call.
         """
         # As `Gemm.refuse_capture`, but without a look at the experts in every call.
-        if not x.is_cuda or torch.compiler.is_compiling():
-            return
+        if not isinstance(x, Tensor) or not x.is_cuda or torch.compiler.is_compiling():
+            return  # a wrong x is refused within the round, for all ranks
         if not torch.cuda.is_current_stream_capturing():
             return
         if isinstance(self.experts, GroupedExperts):

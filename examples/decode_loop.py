@@ -2,11 +2,12 @@
 layer is called.
 
 Run: torchrun --standalone --nproc-per-node 2 examples/decode_loop.py
-Prints, on rank 0: "8 steps of 1 to 4 tokens".
+Prints, on rank 0: the device, and "8 steps of 1 to 4 tokens".
 """
 
 import torch
 import torch.distributed as dist
+from devices import meet
 
 import epmoe
 
@@ -68,22 +69,18 @@ def decode(ep, like):
 
 
 def main():
-    on_gpus = torch.cuda.device_count() >= dist.get_world_size()
-    if on_gpus:
-        torch.cuda.set_device(dist.get_rank())
-    dtype = "bfloat16" if on_gpus else "float32"
+    device = meet(needs_nccl=False)
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
     config = epmoe.EPConfig(
         model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": dtype},
         topology={"ep_size": dist.get_world_size()},
         capacity={"max_num_tokens_per_rank": T},
     )
-    device = "cuda" if on_gpus else "cpu"
     with epmoe.ExpertParallel(config, device=device) as ep, torch.inference_mode():
         decode(ep, {"device": ep.device, "dtype": getattr(torch, dtype)})
         if ep.rank == 0:
             print(f"{STEPS} steps of 1 to {T} tokens")
+    dist.destroy_process_group()
 
 
-dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
 main()
-dist.destroy_process_group()

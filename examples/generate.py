@@ -5,13 +5,15 @@ Run: torchrun --standalone --nproc-per-node 4 examples/generate.py FOLDER [save 
 FOLDER is a local checkpoint, with its tokenizer, of Qwen3-MoE, DeepSeek-V3 or another model whose
 MoE blocks have a router, experts and perhaps `shared_experts`. Each rank reads its own experts
 only, and has a prompt of its own. SAVED is a folder of torch.distributed.checkpoint: any number of
-ranks loads what any other number has saved. Prints, on rank 0: the prompt and what follows it.
+ranks loads what any other number has saved. Prints, on rank 0: the device, the prompt and what
+follows it.
 """
 
 import sys
 
 import torch
 import torch.distributed as dist
+from devices import meet
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import epmoe
@@ -74,12 +76,12 @@ def with_layers(model, path, ep, dtype=None):
     return model.to(ep.device).eval()
 
 
-def main(path, action=None, saved=None):
+def main(device, path, action=None, saved=None):
     # Sizes, routing and the formula of the experts come from the checkpoint.
     config = epmoe.EPConfig.from_hf(
         path, ep_size=dist.get_world_size(), capacity={"max_num_tokens_per_rank": 256}
     )
-    with epmoe.ExpertParallel(config) as ep, torch.inference_mode():
+    with epmoe.ExpertParallel(config, device=device) as ep, torch.inference_mode():
         model = load_model(path, ep)
         if action == "save":
             epmoe.checkpoint.save(model, saved)
@@ -101,6 +103,5 @@ def main(path, action=None, saved=None):
 
 
 if __name__ == "__main__":
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    main(*sys.argv[1:])
+    main(meet(), *sys.argv[1:])
     dist.destroy_process_group()

@@ -2,7 +2,7 @@
 
 Run: python examples/recover_after_a_kill.py
 torchrun ends all ranks when one dies, so this file starts its ranks itself: what a supervisor does.
-Prints: "3 ranks play", "2 ranks play", "3 ranks play", each from rank 0.
+Prints: the device, "3 ranks play", "2 ranks play", "3 ranks play", each from rank 0.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import tempfile
 
 import torch
 import torch.distributed as dist
+from devices import describe, take_device
 
 import epmoe
 
@@ -42,22 +43,25 @@ def load(moves):
 
 def play(ep, rounds):
     """Rounds whose experts return their input, so that y is x."""
-    x_TD = torch.full((T, D), 1.0 + ep.rank)
-    weights_TK = torch.full((T, K), 1 / K)
+    x_TD = torch.full((T, D), 1.0 + ep.rank, device=ep.device)
+    weights_TK = torch.full((T, K), 1 / K, device=ep.device)
     for i in range(rounds):
-        ids_TK = (torch.arange(T * K).view(T, K) + i) % E
+        ids_TK = (torch.arange(T * K, device=ep.device).view(T, K) + i) % E
         dispatched = ep.dispatch(x_TD, ids_TK, weights_TK)
-        assert torch.equal(ep.combine(dispatched.rows, dispatched), x_TD)
+        y_TD = ep.combine(dispatched.rows, dispatched)
+        # On a GPU the host runs ahead: `check` waits, and raises what went wrong.
+        ep.check()
+        assert torch.equal(y_TD, x_TD)
     if ep.rank == 0:
         print(f"{ep.size} ranks play", flush=True)
 
 
-def run_first(rank, folder):
+def run_first(rank, folder, device):
     """A rank of the first group."""
     # Meet the other ranks over a store in the folder, which outlives every rank, and serve.
     store = epmoe.folder_store(folder)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    ep = epmoe.ExpertParallel(make_config())
+    ep = epmoe.ExpertParallel(make_config(), device=device)
     play(ep, 10)
 
     if rank == VICTIM:
@@ -77,10 +81,17 @@ def run_first(rank, folder):
     return ep
 
 
-def run(rank, folder):
-    """A process of the supervisor: a rank of the first group, or a new one if `rank` is None."""
+def run(rank, folder, is_new):
+    """A process of the supervisor: a rank of the first group, or a new one in place of that."""
     torch.set_num_threads(1)
-    ep = epmoe.join_group(folder) if rank is None else run_first(rank, folder)
+    # epmoe's own exchange is all that runs here: ranks may share a GPU.
+    device = take_device(rank, RANKS, needs_nccl=False)
+    if is_new:
+        ep = epmoe.join_group(folder, device=device)
+    else:
+        if rank == 0:
+            print(describe(device), flush=True)
+        ep = run_first(rank, folder, device)
     play(ep, 10)
     ep.close()
     dist.destroy_process_group()
@@ -89,13 +100,13 @@ def run(rank, folder):
 def main():
     start = multiprocessing.get_context("spawn").Process
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [start(target=run, args=(rank, folder)) for rank in range(RANKS)]
+        ranks = [start(target=run, args=(rank, folder, False)) for rank in range(RANKS)]
         for process in ranks:
             process.start()
 
         # The supervisor sees the death, and starts another process.
         ranks[VICTIM].join()
-        ranks[VICTIM] = start(target=run, args=(None, folder))
+        ranks[VICTIM] = start(target=run, args=(VICTIM, folder, True))
         ranks[VICTIM].start()
 
         for process in ranks:

@@ -4,16 +4,20 @@ value for each token.
 Run: torchrun --standalone --nproc-per-node 4 examples/rl.py [--steps N] [--dtype float32|bfloat16]
 Half of the ranks write answers, the other half trains by FSDP2 and hands its weights over after
 each step. The trainer replays the experts that the rollout has chosen. The reward of a token is 1
-where it is even, else 0. Prints, on rank 0: the mean reward of each step, and how many
-log-probabilities of the trainer have other bits than those of the rollout.
+where it is even, else 0. It runs on GPUs where each rank has one, or where two ranks share one. The
+dtype is by default bfloat16 on GPUs, where batch invariance needs it, and float32 on CPUs.
+Prints, on rank 0: the device; the mean reward of each step, and how many log-probabilities of the
+trainer have other bits than those of the rollout.
 """
 
 import argparse
+import os
 import shutil
 import tempfile
 
 import torch
 import torch.distributed as dist
+from devices import meet
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
@@ -71,7 +75,7 @@ def make_model(ep):
             layer = epmoe.MoELayer.from_full(ep, router_ED, gate_up_E2FD, down_EDF)
             model.set_submodule(name, layer)
     # The cast leaves the routers of MoELayers in fp32.
-    return model.to(dtype)
+    return model.to(dtype).to(ep.device)
 
 
 def log_probabilities(model, tokens):
@@ -89,7 +93,7 @@ def write(model, step):
     log-probabilities with which the tokens of answers were drawn, and `routes` [SEQUENCES, LENGTH,
     BLOCKS, K], the experts of all tokens but the last.
     """
-    # Each rank has other prompts in each step.
+    # Each rank has other prompts in each step. Tokens are drawn on the CPU, where all is kept.
     generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
     tokens = torch.zeros(SEQUENCES, LENGTH, dtype=torch.int64)
     tokens[:, :PROMPT] = torch.randint(VOCABULARY, (SEQUENCES, PROMPT), generator=generator)
@@ -100,10 +104,10 @@ def write(model, step):
         # Each forward pass has all tokens, as the trainer's has: attention and dense layers choose
         # their kernels by shape, and other kernels have other bits.
         with epmoe.recording(model) as record:
-            scores = log_probabilities(model, tokens)[:, t - 1]
+            scores = log_probabilities(model, tokens.to(model.device))[:, t - 1].cpu()
 
         # Keep the experts of tokens that are new: at first those of the prompt, then of one token.
-        known = epmoe.pack_routes(record, E, batch=SEQUENCES)[:, :t]
+        known = epmoe.pack_routes(record, E, batch=SEQUENCES)[:, :t].cpu()
         routes.append(known if t == PROMPT else known[:, -1:])
 
         # Draw the next token, and keep its log-probability.
@@ -142,7 +146,7 @@ def roll_out(ep, folder, steps):
 
 def shard(model, group):
     """FSDP2 over the ranks of the trainer. Experts stay where they are."""
-    mesh = DeviceMesh.from_group(group, "cpu")
+    mesh = DeviceMesh.from_group(group, model.device.type)
     for block in model.model.layers:
         # The MoE layer by itself: its router is in fp32, and FSDP wants one dtype.
         fully_shard(block.mlp, mesh=mesh)
@@ -166,22 +170,24 @@ def train(ep, group, folder, steps):
             dist.recv(tensor, dist.get_rank() - ep.size)
 
         # The log-probabilities of the answers, by the experts that the rollout has chosen.
-        answers = tokens[:, PROMPT:]
-        with epmoe.replay(model, routes):
-            scores = log_probabilities(model, tokens)[:, PROMPT - 1 :]
+        answers = tokens[:, PROMPT:].to(ep.device)
+        with epmoe.replay(model, routes.to(ep.device)):
+            scores = log_probabilities(model, tokens.to(ep.device))[:, PROMPT - 1 :]
         scores = scores.gather(2, answers[..., None])[..., 0]
+        old_scores = drawn_with.to(ep.device)
 
         # Policy gradient. The bits are those of the rollout, so each ratio is exactly 1.
         reward = (answers % 2 == 0).float()
         advantage = reward - reward.mean()
-        ratio = (scores - drawn_with).exp()
+        ratio = (scores - old_scores).exp()
         (-advantage * ratio).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
         # Tell rank 0 of the rollout how it went, over all ranks of the trainer.
-        differing = (scores != drawn_with).sum()
-        result = torch.tensor([reward.mean() / ep.size, differing, scores.numel()])
+        differing = (scores != old_scores).sum()
+        mean_reward = reward.mean().item() / ep.size
+        result = torch.tensor([mean_reward, differing.item(), scores.numel()])
         dist.reduce(result, ep.size, group=group)
         if ep.rank == 0:
             dist.send(result, 0)
@@ -211,21 +217,24 @@ def shared_folder():
     return bytes(name.tolist()).rstrip(b"\0").decode()
 
 
-def main(steps, dtype):
+def main(device, steps, dtype):
+    if dtype is None:
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
     rank = dist.get_rank()
     half = dist.get_world_size() // 2
     folder = shared_folder()
 
     # Each half is a group with an exchange of its own. All ranks make both groups.
-    writers = dist.new_group(list(range(half)), backend="gloo")
-    learners = dist.new_group(list(range(half, 2 * half)), backend="gloo")
+    backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    writers = dist.new_group(list(range(half)), backend=backends)
+    learners = dist.new_group(list(range(half, 2 * half)), backend=backends)
     config = make_config(half, dtype)
     try:
         if rank < half:
-            with epmoe.ExpertParallel(config, writers, "cpu") as ep:
+            with epmoe.ExpertParallel(config, writers, device) as ep:
                 roll_out(ep, folder, steps)
         else:
-            with epmoe.ExpertParallel(config, learners, "cpu") as ep:
+            with epmoe.ExpertParallel(config, learners, device) as ep:
                 train(ep, learners, folder, steps)
         # The folder stays until all ranks have ended.
         dist.barrier()
@@ -236,7 +245,9 @@ def main(steps, dtype):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    dist.init_process_group("gloo")
-    main(**vars(parser.parse_args()))
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"))
+    arguments = parser.parse_args()
+    # A half of one rank needs no NCCL: FSDP has nobody to talk to.
+    is_pair = os.environ["WORLD_SIZE"] == "2"
+    main(meet(needs_nccl=not is_pair), **vars(arguments))
     dist.destroy_process_group()

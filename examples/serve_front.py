@@ -168,10 +168,10 @@ class Front:
         elif said == "ready":
             member.ready = True
         elif member in self.new:
-            member.rank, member.port = said
+            member.rank, member.port, device = said
             self.new.remove(member)
             self.members.append(member)
-            log.info("%s has joined", member)
+            log.info("%s has joined, %s", member, device)
         return said
 
     def hear_new(self):

@@ -1,8 +1,10 @@
 """A rank of examples/serve.py, in a process of its own: the model, and what the front orders.
 
-Each step computes its sequences anew, without a cache of keys and values.
+Each step computes its sequences anew, without a cache of keys and values. Ranks take GPUs where
+there are any, and share them where they are more.
 """
 
+import fcntl
 import multiprocessing
 import os
 import re
@@ -11,10 +13,13 @@ import threading
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from devices import describe, take_device
 from prometheus_client import CollectorRegistry, start_http_server
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
@@ -144,13 +149,18 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(ep, *weights) for weights in self.full)
         self.norm = nn.RMSNorm(D)
         self.head = nn.Linear(D, VOCABULARY, bias=False)
+        self.to(ep.device)
 
     def embed(self, batch):
-        rows = [
-            self.embedding(torch.tensor(tokens)) + self.positions.weight[: len(tokens)]
-            for tokens in batch
-        ]
-        return pad_sequence(rows or [torch.zeros(0, D)], batch_first=True)
+        device = self.ep.device
+        rows = [torch.zeros(0, D, device=device)]
+        if batch:
+            rows = [
+                self.embedding(torch.tensor(tokens, device=device))
+                + self.positions.weight[: len(tokens)]
+                for tokens in batch
+            ]
+        return pad_sequence(rows, batch_first=True)
 
     @torch.inference_mode()
     def forward(self, batch):
@@ -162,6 +172,9 @@ class Model(nn.Module):
             # An exception inside takes this rank's place in the round.
             with self.ep.giving_up(block.moe.tag):
                 x = block(self.embed(batch) if x is None else x)
+                # On a GPU the host runs ahead. A rank that leaves the step leaves it in the layer
+                # in which the others do.
+                self.ep.check()
         ends = torch.tensor([len(tokens) - 1 for tokens in batch], dtype=torch.int64)
         return self.head(self.norm(x[torch.arange(len(batch)), ends])).argmax(1).tolist()
 
@@ -170,7 +183,8 @@ class Model(nn.Module):
             load_experts(self.ep, block.moe, moves, partial(self.read, gate_up, down))
 
     def read(self, gate_up, down, held):
-        return epmoe.GroupedExperts(gate_up[held], down[held])
+        device = self.ep.device
+        return epmoe.GroupedExperts(gate_up[held].to(device), down[held].to(device))
 
 
 class Checkpoint(nn.Module):
@@ -189,7 +203,7 @@ class Checkpoint(nn.Module):
             if isinstance(layer, epmoe.MoELayer)
         }
         for layer in self.layers.values():
-            layer.register_forward_hook(lambda *_: self.next_round())
+            layer.register_forward_hook(self.end_round)
 
     @torch.inference_mode()
     def forward(self, batch):
@@ -202,6 +216,11 @@ class Checkpoint(nn.Module):
             logits = self.model(input_ids=tokens.to(self.ep.device), use_cache=False).logits
         ends = [len(tokens) - 1 for tokens in batch]
         return logits[torch.arange(len(batch)), ends].argmax(1).tolist()
+
+    def end_round(self, *_):
+        """Behind a layer. On a GPU the host runs ahead: the failure of a round is raised in it."""
+        self.ep.check()
+        self.next_round()
 
     def next_round(self):
         """An exception up to the end of the next layer takes this rank's place in the layer's
@@ -279,12 +298,30 @@ class Rank:
         return (self.ep.rank, self.ep.size) if stays else (None, 0)
 
 
+def free_device(folder):
+    """The device of this process. Of GPUs it is that of the first place that no other process has:
+    a process that dies leaves its place at once.
+    """
+    for place in count():
+        device = take_device(place, place + 1, needs_nccl=False)
+        if device.type == "cpu":
+            return device
+        # It stays locked until this process ends.
+        lock = os.open(Path(folder, f"place-{place}"), os.O_CREAT)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return device
+        except BlockingIOError:
+            os.close(lock)
+
+
 def run_rank(pipe, folder, rank, size, served=SMALL):
     # Ctrl-C and SIGTERM are for the front, which ends the ranks once no request is open.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=end_with_front, daemon=True).start()
     torch.set_num_threads(1)
+    device = free_device(folder)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no other machine reaches the ranks
     metrics = CollectorRegistry()
     port = start_http_server(0, "127.0.0.1", metrics)[0].server_port
@@ -297,17 +334,17 @@ def run_rank(pipe, folder, rank, size, served=SMALL):
     # Into the first group, or into one that serves already.
     if rank is None:
         # What is slow the first time delays no other rank then.
-        with epmoe.ExpertParallel(configured(1)) as alone:
+        with epmoe.ExpertParallel(configured(1), device=device) as alone:
             Model(alone)([])
         pipe.send("ready")
-        ep = epmoe.join_group(folder)
+        ep = epmoe.join_group(folder, device=device)
     else:
         store = epmoe.folder_store(folder)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-        ep = epmoe.ExpertParallel(configured(size, served))
+        ep = epmoe.ExpertParallel(configured(size, served), device=device)
     metrics.register(HealthCollector(ep))
     own = Rank(folder, ep, make(ep))
-    pipe.send((ep.rank, port))
+    pipe.send((ep.rank, port, describe(device)))
 
     # Do what the front orders, until it ends.
     with suppress(EOFError):

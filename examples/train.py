@@ -11,18 +11,22 @@ Run: torchrun --standalone --nproc-per-node 4 examples/train.py
     --resume FOLDER             that was saved
     --from-hf FOLDER            fine-tune a local checkpoint, as generate.py takes it
 
-Each rank has its own experts. A step has the same tokens on 1 to 8 ranks.
-Prints, on rank 0: the loss and the norm of the gradients of each step.
+Each rank has its own experts. A step has the same tokens on 1 to 8 ranks. It runs on GPUs where
+each rank has one, else on CPUs.
+Prints, on rank 0: the device; then of each step the loss, the norm of the gradients, and the speed
+of all ranks together.
 """
 
 import argparse
 import math
+import time
 from contextlib import nullcontext
 from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from devices import meet
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -51,6 +55,9 @@ MAX_NORM = 0.3  # of gradients, by clipping
 BALANCE = 1e-2  # factor of the load balancing loss
 Z = 1e-3  # factor of the z-loss
 BIAS_RATE = 1e-3  # of the bias of the choice, in each step
+
+# Of a product with a parameter: a multiplication and an addition, forward and twice backward.
+FLOP_PER_PARAMETER = 6
 
 
 def drawn(*shape):
@@ -130,7 +137,7 @@ def make_model(ep, from_hf):
     return model
 
 
-def parallelize(model, parallel, checkpoint_activations):
+def parallelize(model, parallel, checkpoint_activations, device):
     """The model under DDP or FSDP2, which leave each rank its own experts."""
     # The first list of modules in a transformer is that of its blocks.
     blocks = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
@@ -139,9 +146,11 @@ def parallelize(model, parallel, checkpoint_activations):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if parallel == "ddp":
         return DistributedDataParallel(ignore_experts(model))
+    # Over all ranks. Without a mesh torch takes GPUs where there are any.
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for block in blocks:
-        fully_shard(block)
-    return fully_shard(model)
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def accumulating(model, last):
@@ -162,6 +171,21 @@ def sequences(number):
     # One token more than LENGTH: the model predicts each token but the first.
     of_all_ranks = (first + stride * torch.arange(LENGTH + 1)) % VOCABULARY
     return of_all_ranks.tensor_split(dist.get_world_size())[dist.get_rank()]
+
+
+def flop_of_step(model, config):
+    """Of all ranks, in products with parameters. A token meets the experts that it has chosen, and
+    the others not. Attention's own products are left out: they are few at this length.
+    """
+    met = 0
+    for name, parameter in model.named_parameters():
+        share = 1.0
+        if ".experts." in name:
+            share = config.num_experts_per_tok / config.num_experts
+        # An embedding is looked up. A DTensor has the elements of all ranks.
+        if parameter.dim() > 1 and "embed" not in name and "positions" not in name:
+            met += parameter.numel() * share
+    return FLOP_PER_PARAMETER * met * MICRO_BATCHES * SEQUENCES * LENGTH
 
 
 def count_tokens(layers, routes):
@@ -241,20 +265,21 @@ def parse(words):
     return parser.parse_args(words)
 
 
-def main(words=None):
+def main(device, words=None):
     arguments = parse(words)
 
     # Ranks of a row have all experts together. Gradients of replicas are added over rows.
     replicas = arguments.replicas
     shape = (replicas, dist.get_world_size() // replicas)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "ep"))
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "ep"))
 
     config = make_config(arguments.from_hf, replicas)
-    with epmoe.ExpertParallel(config, mesh) as ep:
+    with epmoe.ExpertParallel(config, mesh, device) as ep:
         model = make_model(ep, arguments.from_hf)
         layers = [module for module in model.modules() if isinstance(module, epmoe.MoELayer)]
         steps = model.steps
-        model = parallelize(model, arguments.parallel, arguments.checkpoint_activations)
+        flop = flop_of_step(model, config.model)
+        model = parallelize(model, arguments.parallel, arguments.checkpoint_activations, device)
 
         # With eps=1e-8 the sign of a gradient that is all but zero, a matter of rounding, would
         # move a weight.
@@ -263,16 +288,23 @@ def main(words=None):
             epmoe.checkpoint.load(model, arguments.resume, optimizer)
 
         while steps < arguments.steps:
+            began = time.perf_counter()
             loss, norm = train_step(model, optimizer, layers, int(steps))
+            took_s = time.perf_counter() - began
             steps += 1
             if dist.get_rank() == 0:
-                print(f"step {steps}: loss {loss:.7f}, norm {norm:.7f}", flush=True)
+                tokens_per_s = MICRO_BATCHES * SEQUENCES * LENGTH / took_s
+                tflop_per_s = flop / took_s / 1e12
+                print(
+                    f"step {steps}: loss {loss:.7f}, norm {norm:.7f}, "
+                    f"{tokens_per_s:.0f} tokens/s, {tflop_per_s:.2g} TFLOP/s",
+                    flush=True,
+                )
 
         if arguments.save:
             epmoe.checkpoint.save(model, arguments.save, optimizer)
 
 
 if __name__ == "__main__":
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    main()
+    main(meet())
     dist.destroy_process_group()

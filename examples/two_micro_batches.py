@@ -1,11 +1,12 @@
 """Two micro-batches overlap: the rows of one travel while the experts of the other compute.
 
 Run: torchrun --standalone --nproc-per-node 2 examples/two_micro_batches.py
-Prints, on rank 0: "y of both micro-batches equals that of two ordinary rounds".
+Prints, on rank 0: the device, and "y of both micro-batches equals that of two ordinary rounds".
 """
 
 import torch
 import torch.distributed as dist
+from devices import meet
 
 import epmoe
 
@@ -21,20 +22,23 @@ def compute(rows_ND):
 
 
 def main():
-    dist.init_process_group("gloo")
+    device = meet(needs_nccl=False)
     config = epmoe.EPConfig(
         model={"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"},
         topology={"ep_size": dist.get_world_size()},
         capacity={"max_num_tokens_per_rank": T},
     )
     # An ExpertParallel has one round open at a time. Two of them have two.
-    with epmoe.ExpertParallel(config) as ep_a, epmoe.ExpertParallel(config) as ep_b:
+    with (
+        epmoe.ExpertParallel(config, device=device) as ep_a,
+        epmoe.ExpertParallel(config, device=device) as ep_b,
+    ):
         # Each micro-batch has tokens, and experts for each token.
         torch.manual_seed(ep_a.rank)
-        a_TD = torch.randn(T, D)
-        b_TD = torch.randn(T, D)
-        routing_a = ep_a.route(torch.randn(T, E))
-        routing_b = ep_b.route(torch.randn(T, E))
+        a_TD = torch.randn(T, D, device=device)
+        b_TD = torch.randn(T, D, device=device)
+        routing_a = ep_a.route(torch.randn(T, E, device=device))
+        routing_b = ep_b.route(torch.randn(T, E, device=device))
 
         # Send the tokens of both.
         sent_a = ep_a.dispatch_send(a_TD, *routing_a)

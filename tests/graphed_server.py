@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-from contextlib import suppress
-from itertools import count
-from pathlib import Path
 
 import serve
 import serve_front
@@ -132,18 +128,6 @@ def configured(size: int, served: serve_rank.Served = serve_rank.SMALL) -> epmoe
 
 
 def run_rank(pipe, folder: str, rank: int | None, size: int, *options: object) -> None:
-    """A rank takes the first GPU that no other process has; the lock of a process that dies is free
-    at once.
-    """
-    # The lock of the first free GPU.
-    for place in count():
-        lock = os.open(Path(folder) / f"gpu-{place}", os.O_CREAT)
-        with suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-    torch.cuda.set_device(place % torch.cuda.device_count())
-    torch.cuda.synchronize()
-
     # The server of the examples, with this config and model.
     serve_rank.configured = configured
     serve_rank.Model = Model

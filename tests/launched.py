@@ -17,6 +17,7 @@ import tempfile
 from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,14 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
     ["torch._dynamo", "torch.distributed.checkpoint.state_dict", "pytest", "yaml", "epmoe"]
 )
+
+
+def load_example(name: str) -> dict[str, Any]:
+    """The names of a file in examples/, which may import others there."""
+    folder = ROOT / "examples"
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    return runpy.run_path(str(folder / f"{name}.py"))
 
 
 def start_server() -> None:
@@ -72,7 +81,7 @@ def _hosted() -> dict[str, str]:
     }
 
 
-def torchrun(ranks: int, *program: object) -> subprocess.CompletedProcess[str]:
+def torchrun(ranks: int, *program: object, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs `torchrun --nproc-per-node RANKS PROGRAM`: its own agent, here, forks the ranks."""
     from epmoe.cli.launch import launch
 
@@ -81,7 +90,7 @@ def torchrun(ranks: int, *program: object) -> subprocess.CompletedProcess[str]:
     words = [*map(str, program)]
     code = 0
     failures = ""
-    arguments = [words, os.environ | {"COLUMNS": "120"}]
+    arguments = [words, os.environ | {"COLUMNS": "120"} | variables]
     with tempfile.TemporaryDirectory() as folder:
         try:
             launch(
@@ -168,6 +177,8 @@ def _execute(program: list[str], environment: dict[str, str]) -> None:
             runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
         else:
             sys.argv = program
+            # Where Python looks first for what a script imports.
+            sys.path.insert(0, str(Path(first).resolve().parent))
             runpy.run_path(first, run_name="__main__")
     except SystemExit as ended:
         if ended.code:  # otherwise it returns: torchrun's agent waits for that

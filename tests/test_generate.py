@@ -4,12 +4,11 @@ ranks, loaded by 2.
 
 from __future__ import annotations
 
-import runpy
 from pathlib import Path
 
 import pytest
 import torch
-from launched import ROOT, torchrun
+from launched import load_example, torchrun
 
 pytest.importorskip("transformers")
 
@@ -23,11 +22,12 @@ import runpy, sys
 import torch, torch.distributed as dist
 import epmoe
 
+sys.path.append("examples")
 example, (action, *folders) = runpy.run_path("examples/generate.py"), sys.argv[1:]
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
 for folder in folders:
-    example["main"](folder, action, folder + "/saved")
+    example["main"](torch.device("cpu"), folder, action, folder + "/saved")
     capacity = {"max_num_tokens_per_rank": 32, "alignment": 128}
     config = epmoe.EPConfig.from_hf(folder, ep_size=size, capacity=capacity)
     with epmoe.ExpertParallel(config) as ep, torch.inference_mode():
@@ -71,7 +71,7 @@ def test_checkpoints_generate_and_load_on_another_number_of_ranks(folders):
     """Expert GEMMs have 128 rows, and each rank a batch of its own: no library has another number
     of rows to sum in.
     """
-    prompt, *_ = runpy.run_path(str(ROOT / "examples" / "generate.py"))["PROMPTS"]
+    prompt, *_ = load_example("generate")["PROMPTS"]
     texts = []
     for ranks, action in ((4, "save"), (2, "load")):
         done = torchrun(ranks, "-c", PROGRAM, action, *folders)

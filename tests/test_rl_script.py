@@ -10,9 +10,12 @@ import pytest
 from launched import torchrun
 
 
-def rewards(dtype: str, steps: int) -> list[float]:
-    done = torchrun(4, "examples/rl.py", "--steps", str(steps), "--dtype", dtype)
+def rewards(dtype: str, steps: int, ranks: int = 4, device: str = "cpu") -> list[float]:
+    visible = {} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
+    words = ["--steps", str(steps), "--dtype", dtype]
+    done = torchrun(ranks, "examples/rl.py", *words, **visible)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"device: {device}")
     found = re.findall(
         r"step \d+: reward (\S+), (\d+) of 128 log-probabilities differ\n", done.stdout
     )

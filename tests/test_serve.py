@@ -204,13 +204,19 @@ class Server:
 
 @contextmanager
 def running(
-    tmp_path: Path, *program: object, ranks: int = RANKS, requests: int = MOST_REQUESTS
+    tmp_path: Path,
+    *program: object,
+    ranks: int = RANKS,
+    requests: int = MOST_REQUESTS,
+    on_gpus: bool = False,
 ) -> Iterator[Server]:
     """A server that is ready."""
     path = os.pathsep.join(
         map(str, (ROOT, ROOT / "examples", *filter(None, [os.environ.get("PYTHONPATH")])))
     )
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    if not on_gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     log = tmp_path / "log"
     with log.open("w") as file:
         options = ["--ranks", str(ranks), "--port", "0", "--requests", str(requests)]
@@ -608,7 +614,7 @@ def test_ranks_are_killed_that_replay_graphs(tmp_path, alone, ranks):
     """New ranks join and capture theirs. The others capture nothing again, as `topology.max_ranks`
     has it.
     """
-    with running(tmp_path, "tests/graphed_server.py", ranks=ranks) as server:
+    with running(tmp_path, "tests/graphed_server.py", ranks=ranks, on_gpus=True) as server:
         with server.load(seed=0):
             server.more(40)
             for death in range(5):

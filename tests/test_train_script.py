@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from launched import ROOT, torchrun
+from launched import ROOT, load_example, torchrun
 from test_docs import blocks_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -26,29 +25,34 @@ import runpy, sys
 import torch.distributed as dist
 
 sys.path.append("examples")
-main = runpy.run_path("{EXAMPLE}")["main"]
-dist.init_process_group("gloo")
+example = runpy.run_path("{EXAMPLE}")
+device = example["meet"]()
 for words in sys.argv[1:]:
     if dist.get_rank() == 0:
         print(words)
-    main(words.split())
+    example["main"](device, words.split())
 dist.destroy_process_group()
 """
+STEP = re.compile(r"step \d+: loss (\S+), norm (\S+), (\d+) tokens/s, (\S+) TFLOP/s")
 TOLERANCE = 1e-5
 
 Curve = list[tuple[float, float]]
 """The loss and the norm of the gradients of each step."""
 
 
-def train(ranks: int, *runs: str) -> list[Curve]:
-    """Runs the example with each of these arguments."""
-    done = torchrun(ranks, "-c", PROGRAM, *runs)
+def train(ranks: int, *runs: str, device: str = "cpu") -> list[Curve]:
+    """Runs the example with each of these arguments, on GPUs where `device` is cuda."""
+    visible = {} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
+    done = torchrun(ranks, "-c", PROGRAM, *runs, **visible)
     assert done.returncode == 0, done.stderr
     curves: list[Curve] = []
-    for line in done.stdout.splitlines():
-        step = re.fullmatch(r"step \d+: loss (\S+), norm (\S+)", line)
+    first, *lines = done.stdout.splitlines()
+    assert first.startswith(f"device: {device}")
+    for line in lines:
+        step = STEP.fullmatch(line)
         if step:
             curves[-1].append((float(step[1]), float(step[2])))
+            assert float(step[3]) > 0 and float(step[4]) > 0
         else:
             curves.append([])
     assert len(curves) == len(runs)
@@ -146,7 +150,7 @@ def of_one() -> Iterator[dict[str, Any]]:
     """The names of the example, in a group of this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield runpy.run_path(str(ROOT / EXAMPLE))
+        yield load_example("train")
     finally:
         dist.destroy_process_group()
 

@@ -488,7 +488,8 @@ class MoELayer(nn.Module):
             routed = self._routed(x, routing, self.experts)
             y = opaque.moe(self, *routed, num_tokens, adapter_ids)
         else:
-            self._refuse_capture(x)
+            if getattr(x, "is_cuda", False):
+                self._refuse_capture()
             # Not by `giving_up`, whose context manager would cost each layer 3 µs.
             ep = self.ep
             exchange = ep.exchange
@@ -540,19 +541,20 @@ class MoELayer(nn.Module):
         `routing` has logits [T, E] for `ExpertParallel.route` if `weights_TK` is None, otherwise
         ids [T, K] with these weights [T, K]. Other arguments and errors are those of `forward`.
         """
-        self._refuse_capture(x_TD)
+        if x_TD.is_cuda:
+            self._refuse_capture()
         with self.ep.giving_up(
             self.tag, partial(self._shape, x_TD, None if weights_TK is None else routing)
         ):
             return self._serve(self.experts, x_TD, routing, weights_TK, num_tokens, extra)[0]
 
-    def _refuse_capture(self, x: Tensor, *, trains: bool = False) -> None:
+    def _refuse_capture(self, *, trains: bool = False) -> None:
         """Raise RuntimeError in a capture of a CUDA graph that the experts do not allow. Nothing
         has been launched or counted yet, so the group goes on as if there had been no call.
         """
         # As `Gemm.refuse_capture`, but without a look at the experts in every call.
-        if not isinstance(x, Tensor) or not x.is_cuda or torch.compiler.is_compiling():
-            return  # a wrong x is refused within the round, for all ranks
+        if torch.compiler.is_compiling():
+            return
         if not torch.cuda.is_current_stream_capturing():
             return
         if isinstance(self.experts, GroupedExperts):
@@ -624,7 +626,8 @@ class MoELayer(nn.Module):
                 "this MoELayer only serves, but x or a parameter requires grad: run under "
                 f"torch.inference_mode() or torch.no_grad(); {self._why_no_gradients}"
             )
-        self._refuse_capture(x, trains=True)
+        if getattr(x, "is_cuda", False):
+            self._refuse_capture(trains=True)
         if torch.compiler.is_compiling():
             x_TD, y_TD, routes = self._recorded(exchange, x, num_tokens, routing)
         else:

@@ -27,7 +27,8 @@ class Loop(Gemm):
 
     def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
         values, scales = weights
-        self.refuse_capture(values)
+        if values.is_cuda:
+            self.refuse_capture(values)
         out = values.new_empty(len(rows[0]), values.shape[1], dtype=product_dtype(values))
         plain = plain_rows(rows, out.dtype)
         for i, (start, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
@@ -45,7 +46,8 @@ class Loop(Gemm):
         torch.mm(rows, expert.T, out=out)
 
     def multiply_for_weights(self, grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
-        self.refuse_capture(rows)
+        if rows.is_cuda:
+            self.refuse_capture(rows)
         out = rows.new_empty(len(ends), grad.shape[1], rows.shape[1])
         for i, (start, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
             torch.mm(grad[start:end].T, rows[start:end], out=out[i])

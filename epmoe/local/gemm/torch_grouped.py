@@ -57,14 +57,17 @@ class TorchGrouped(Gemm):
         return rows.dtype == weights.dtype == torch.bfloat16
 
     def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
-        self.refuse_capture(weights[0])
+        if weights[0].is_cuda:
+            self.refuse_capture(weights[0])
         plain = plain_weights(weights)
         return F.grouped_mm(plain_rows(rows, plain.dtype), plain.transpose(1, 2), offs=ends)
 
     def multiply_plain(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-        self.refuse_capture(weights)
+        if rows.is_cuda:
+            self.refuse_capture(weights)
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
 
     def multiply_for_weights(self, grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
-        self.refuse_capture(rows)
+        if rows.is_cuda:
+            self.refuse_capture(rows)
         return F.grouped_mm(grad.t(), rows, offs=ends)

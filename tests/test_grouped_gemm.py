@@ -411,7 +411,7 @@ def test_on_other_gpus_calls_are_right_and_captures_are_refused(
             router = randn(E, D).to(device)
             layer = epmoe.MoELayer(ep, router, experts).requires_grad_(trains)
             x = randn(8, D, dtype=BF16).to(device)
-            want = layer(x)
+            want = layer(x).detach()
             torch.cuda.synchronize()
             refused = pytest.raises(RuntimeError, match="a CUDA graph cannot capture these experts")
             with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):

@@ -4,18 +4,23 @@ process does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from exchanges import make_config
-from helpers import ON_THE_CPU, randn
+from helpers import ON_THE_CPU, randn, slow
+from interrupted_steps import FILES, steps_until_whole
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from waits import SOON_S
 
 from epmoe import ExpertParallel, MoELayer, checkpoint
+from epmoe.checkpoint import folders, peft_folder, state_dicts
 from epmoe.training import clip_grad_norm_, fully_shard, ignore_experts, spread_adapters
 
 pytestmark = ON_THE_CPU
@@ -185,6 +190,43 @@ def test_a_checkpoint_with_the_optimizer(make_ep, rank, folder):
         step(1)
     for one, other in zip(whole(models[0]).values(), whole(models[1]).values(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("victim", "stride"), [(0, 29), (1, 29), slow(0, 1), slow(1, 1)])
+def test_all_ranks_raise_wherever_a_handler_raises(
+    make_ep, size, rank, folder, victim, stride, monkeypatch
+):
+    """The folder is there where all have succeeded."""
+    if size == 1:
+        pytest.skip("one rank waits for nobody")
+    files = FILES | {folders.__file__, peft_folder.__file__, state_dicts.__file__}
+    parts_of = peft_folder._parts
+    ep = make_ep(experts=E, top_k=K, hidden=D)
+    model = spread_adapters(adapted(ep))
+
+    def step(begun: Callable[[], None]) -> None:
+        def in_the_step(*arguments: Any) -> dict[str, Any]:
+            begun()
+            return parts_of(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(peft_folder, "_parts", in_the_step)
+            checkpoint.save_adapter(model, folder / "end")
+
+    # The victim's handler raises at one place after the other, until a step runs without.
+    begin = time.monotonic()
+    for outcomes in steps_until_whole(rank, step, victim=victim, files=files, stride=stride):
+        assert time.monotonic() - begin < SOON_S, "the others hear of it at once"
+        others = {outcome for r, outcome in enumerate(outcomes) if r != victim}
+        assert others in ({"whole"}, {"RuntimeError"}), outcomes
+        assert (folder / "end").exists() == (others == {"whole"})
+        # The next step finds no folder.
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(folder / "end", ignore_errors=True)
+        dist.barrier()
+        begin = time.monotonic()
+    assert set(outcomes) == {"whole"}
 
 
 def test_what_is_refused(make_ep, size, rank, folder):

@@ -165,6 +165,36 @@ def test_steps_are_those_of_one_process(peft, make_ep, alone, rank, size, wrap, 
         assert (got - y).abs().max() < 1e-4
 
 
+class Biased(Model):
+    """The same with a bias, which FSDP shards."""
+
+    def __init__(self, ep: ExpertParallel) -> None:
+        super().__init__(ep)
+        self.q_proj = nn.Linear(D, D)
+
+
+def test_biases_are_saved_under_fsdp(peft, make_ep, alone, rank, folder):
+    ep = make_ep(experts=E, top_k=K, hidden=D)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=TARGETS, bias="all")
+    model = spread_adapters(peft.get_peft_model(Biased(ep), config))
+    fully_shard(model)
+
+    # Ranks have drawn other factors: those of a step are the same on all.
+    train(model, [randn(T, D, seed=rank)], 1)
+    checkpoint.save_adapter(model, folder / "adapter")
+    by_one = peft.PeftModel.from_pretrained(Biased(alone), folder / "adapter")
+    saved = {
+        name: value
+        for name, value in by_one.named_parameters()
+        if "lora_" in name or name.endswith(".bias")
+    }
+    want = whole(model)
+    assert saved.keys() == want.keys()
+    assert any(name.endswith("q_proj.base_layer.bias") for name in want)
+    for name, value in saved.items():
+        assert torch.equal(value, want[name]), name
+
+
 def test_a_checkpoint_with_the_optimizer(make_ep, rank, folder):
     ep = make_ep(experts=E, top_k=K, hidden=D)
     models = [spread_adapters(adapted(ep, ())) for _ in range(2)]

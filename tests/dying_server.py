@@ -69,7 +69,8 @@ def step_ends(**options) -> None:
 # group, and that of `recover`.
 STATES = {
     "before": (step_ends, None, None),
-    "in": (lambda: patch(epmoe.GroupedExperts, "forward", serve_rank.BLOCKS * STEP), None, None),
+    # A layer calls `serve` of its experts.
+    "in": (lambda: patch(epmoe.GroupedExperts, "serve", serve_rank.BLOCKS * STEP), None, None),
     "after": (partial(step_ends, behind=True), None, None),
     "moving": (lambda: patch(epmoe.Balancer, "tick", moving, behind=True), None, None),
     "hangs": (partial(step_ends, number=signal.SIGSTOP), None, None),

@@ -276,8 +276,9 @@ class ExpertParallel(HoldsWindows):
         """`resume`, within `alone`.
 
         `confirm` is called once the windows are open, with a function that returns the ranks that
-        are missing by then, as a mask. Where it returns False, this rank raises as if another had
-        not arrived. `asleep` is what this rank still has of its sleep in the new group.
+        are missing by then, as a mask. It says whether the group may begin; if it returns False,
+        this rank raises as it does where another has not arrived. `asleep` is what this rank still
+        has of its sleep in the new group.
         """
         if not isinstance(placement, Placement | None):
             raise TypeError(f"`placement` must be a Placement, got {describe(placement)}")

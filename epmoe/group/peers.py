@@ -181,7 +181,8 @@ class Peers:
             yield
             last_word.run()
         except BaseException as error:
-            # Behind the last word there is nobody to report to: the step has its outcome.
+            # Once the last word has begun, `settle` waits for its end and returns True. The step
+            # then has its outcome, and nobody waits for a report.
             if last_word.settle():
                 raise
             if isinstance(error, (MissingRankError, _ReportedError)) and error.peers is self:

@@ -141,8 +141,8 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _move(views: Sequence[Tensor], place: Tensor) -> None:
-    """Views of one storage become views of another, a copy. One for all tensors would be in a
-    checkpoint for each.
+    """Let tensors that share a storage share a copy of it in `place` instead. Each storage moves by
+    itself: a storage for all tensors would be written whole for each of them in a checkpoint.
     """
     # Copy the bytes of the storage.
     with torch.no_grad():

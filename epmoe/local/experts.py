@@ -249,7 +249,7 @@ class GroupedExperts(nn.Module):
         """
         e, n, k = sizes
         device = self.w_down.device
-        # Scales are there if the format has some, and then they must be.
+        # A format with scales needs them, and one without takes none.
         quantized = FORMATS.get(self.w_down.dtype)
         if quantized is not None:
             shape = quantized.scales_shape(e, n, k)

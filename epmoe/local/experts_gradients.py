@@ -39,7 +39,7 @@ class OfEach(NamedTuple):
 def experts_forward(
     rows: Tensor, weights: TrainedWeights, segments: TrainedSegments, gemm: str
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [N, D] of the experts over rows [N, D], and [N, 2F] in front of the bias and the
+    """Outputs [N, D] of the experts over rows [N, D], and [N, 2F] before the bias and the
     activation. Outputs past the last segment are undefined.
     """
     # Without rows or experts there is nothing to compute.
@@ -148,7 +148,7 @@ def train_experts(
     up_offset: float,
     gemm: str,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [N, D] of the experts over rows [N, D], and [N, 2F] in front of the bias and the
+    """Outputs [N, D] of the experts over rows [N, D], and [N, 2F] before the bias and the
     activation. Arguments are those of `GroupedExperts` and its `forward`, contiguous; `limit` is
     infinite for none, and `gemm` is that of `train_gemm`. `row_weights` get gradients, and outputs
     are not multiplied by them.

@@ -117,8 +117,9 @@ class Slabs:
         self.slab_rows = slab_rows
         self.limit = "capacity.max_rows_per_node" if slab_rows == S else "at_most"
 
-        # A call on a GPU may be replayed in other rounds, so its tag has the length of a slab
-        # there. On the CPU it has both: in the same round it differs if the lengths do.
+        # What ranks must agree on. On a GPU it is the length of a slab alone, since a replayed call
+        # keeps its tag in other rounds. On the CPU it is the round and the length: tags of one
+        # round differ if the lengths do.
         stamp = slab_rows
         if on_cpu:
             stamp = (epoch * _PRIME + slab_rows) % 2**31

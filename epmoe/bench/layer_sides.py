@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epmoe.bench.sides import Calls, Side, poison
-from epmoe.bench.timing import elapsed_us
+from epmoe.bench.timing import elapsed_us, everywhere
 from epmoe.config.config import EPConfig
 from epmoe.exchange.handles import Dispatched
 from epmoe.local.experts import GroupedExperts
@@ -215,7 +215,10 @@ class WholeLayer(Side):
             *self.starts_e, self.num_rows = d.expert_offsets.tolist()
             self.counts_e = d.tokens_per_expert.tolist()
             poison(self.received(d))
-            self.check_output(self.name, self.back(handle))
+            # Together: a rank that raised alone would end the round of the others.
+            right = self._is_right(self.back(handle))
+            if not everywhere(right, self.group):
+                raise self._wrong(self.name)
 
     def floor_us(self, copy: float) -> float:
         """What this rank's experts take at least, µs: to read their weights, or to compute, where
@@ -245,13 +248,19 @@ class WholeLayer(Side):
         """Raise RuntimeError unless y is right for the sampled tokens, to the precision of the
         experts.
         """
+        if not self._is_right(y_TD):
+            raise self._wrong(name)
+
+    def _is_right(self, y_TD: Tensor) -> bool:
         y_SD = y_TD[self.sampled].float()
         error_S = (y_SD - self.expected_SD).norm(dim=1)
         norm_S = self.expected_SD.norm(dim=1)
         limit = 0.1 if self.experts.is_fp8 else max(4 * torch.finfo(self.x_TD.dtype).eps, 1e-4)
-        # `not` also where an error is NaN, which compares as False.
-        if not (error_S <= limit * norm_S).all():
-            raise RuntimeError(f"{name}: y is not the weighted sum over the token's experts")
+        # Also False where an error is NaN.
+        return bool((error_S <= limit * norm_S).all())
+
+    def _wrong(self, name: str) -> RuntimeError:
+        return RuntimeError(f"{name}: y is not the weighted sum over the token's experts")
 
     def _expected(self) -> Tensor:
         """fp32 [S, D], y of the sampled tokens. Each rank adds the share of its experts, for the

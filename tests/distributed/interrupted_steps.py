@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shutil
 import sys
+import time
 from collections.abc import Callable, Container, Iterator
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 from helpers import Interrupted
+from waits import SOON_S
 
 import epmoe
 from epmoe.group import collective, join, peers, waiting
@@ -82,3 +86,44 @@ def steps_until_whole(
         if not of_all(handler.has_raised)[victim]:
             assert events > 10
             return
+
+
+def settled_steps(
+    rank: int,
+    step: Callable[[Callable[[], None]], None],
+    *,
+    victim: int,
+    files: Container[str | None],
+    stride: int,
+) -> Iterator[bool]:
+    """The steps of `steps_until_whole`: whether each has succeeded, on all ranks but the victim, or
+    raised RuntimeError on all of them, and at once. The last one succeeds on all.
+    """
+    outcomes: list[str] = []
+    begin = time.monotonic()
+    for outcomes in steps_until_whole(rank, step, victim=victim, files=files, stride=stride):
+        assert time.monotonic() - begin < SOON_S, "the others hear of it at once"
+        others = {outcome for r, outcome in enumerate(outcomes) if r != victim}
+        assert others in ({"whole"}, {"RuntimeError"}), outcomes
+        yield others == {"whole"}
+        begin = time.monotonic()
+    assert set(outcomes) == {"whole"}
+
+
+def check_folder_of_steps(
+    rank: int,
+    step: Callable[[Callable[[], None]], None],
+    folder: Path,
+    *,
+    victim: int,
+    files: Container[str | None],
+    stride: int,
+) -> None:
+    """The same for a step that makes a folder: it is there where the step has succeeded."""
+    for has_succeeded in settled_steps(rank, step, victim=victim, files=files, stride=stride):
+        assert folder.exists() == has_succeeded
+        # The next step finds no folder.
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        dist.barrier()

@@ -4,8 +4,6 @@ process does.
 
 from __future__ import annotations
 
-import shutil
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,10 +12,9 @@ import torch
 import torch.distributed as dist
 from exchanges import make_config
 from helpers import ON_THE_CPU, randn, slow
-from interrupted_steps import FILES, steps_until_whole
+from interrupted_steps import FILES, check_folder_of_steps
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from waits import SOON_S
 
 from epmoe import ExpertParallel, MoELayer, checkpoint
 from epmoe.checkpoint import folders, peft_folder, state_dicts
@@ -243,20 +240,7 @@ def test_all_ranks_raise_wherever_a_handler_raises(
             patch.setattr(peft_folder, "_parts", in_the_step)
             checkpoint.save_adapter(model, folder / "end")
 
-    # The victim's handler raises at one place after the other, until a step runs without.
-    begin = time.monotonic()
-    for outcomes in steps_until_whole(rank, step, victim=victim, files=files, stride=stride):
-        assert time.monotonic() - begin < SOON_S, "the others hear of it at once"
-        others = {outcome for r, outcome in enumerate(outcomes) if r != victim}
-        assert others in ({"whole"}, {"RuntimeError"}), outcomes
-        assert (folder / "end").exists() == (others == {"whole"})
-        # The next step finds no folder.
-        dist.barrier()
-        if rank == 0:
-            shutil.rmtree(folder / "end", ignore_errors=True)
-        dist.barrier()
-        begin = time.monotonic()
-    assert set(outcomes) == {"whole"}
+    check_folder_of_steps(rank, step, folder / "end", victim=victim, files=files, stride=stride)
 
 
 def test_what_is_refused(make_ep, size, rank, folder):

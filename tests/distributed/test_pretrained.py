@@ -4,8 +4,6 @@ or not at all.
 
 from __future__ import annotations
 
-import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,11 +12,11 @@ import torch
 import torch.distributed as dist
 from exchanges import make_config
 from helpers import long, randn, slow
-from interrupted_steps import FILES, steps_until_whole
+from interrupted_steps import FILES, check_folder_of_steps
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from waits import LONG_S, SOON_S
+from waits import LONG_S
 
 import epmoe
 from epmoe import ExpertParallel, MoELayer, SafetensorsFolder
@@ -145,18 +143,7 @@ def test_all_ranks_raise_wherever_a_handler_raises(folder, rank, size, victim, s
                 patch.setattr(pretrained, "_tensors", in_the_step)
                 save_pretrained(model, folder / "end", source)
 
-        begin = time.monotonic()
-        for outcomes in steps_until_whole(rank, step, victim=victim, files=files, stride=stride):
-            assert time.monotonic() - begin < SOON_S, "the others hear of it at once"
-            others = {outcome for r, outcome in enumerate(outcomes) if r != victim}
-            assert others in ({"whole"}, {"RuntimeError"}), outcomes
-            assert (folder / "end").exists() == (others == {"whole"})
-            dist.barrier()
-            if rank == 0:
-                shutil.rmtree(folder / "end", ignore_errors=True)
-            dist.barrier()
-            begin = time.monotonic()
-        assert set(outcomes) == {"whole"}
+        check_folder_of_steps(rank, step, folder / "end", victim=victim, files=files, stride=stride)
 
 
 @pytest.mark.parametrize("guilty", [0, 1])

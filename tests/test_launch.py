@@ -86,8 +86,10 @@ def test_a_failed_exchange_is_one_message_and_exit_code_1(alone: Path, tmp_path:
 SAY = """
 import json, os, sys, time
 rank = int(os.environ["RANK"])
-def say(message, code):
-    said = {"message": message, "code": code, "timestamp": time.time()}
+def say(message, code, because_of=()):
+    said = {
+        "message": message, "code": code, "because_of": because_of, "timestamp": time.time()
+    }
     open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").write(json.dumps(said))
     open(sys.argv[1] + str(rank), "w")
     sys.exit(code)
@@ -135,6 +137,26 @@ RANKS = {  # what the ranks do: the exit code of the command, what it prints
         "rank and (after(0), say('consequence', 1)); say('cause', 2)",
         2,
         "epmoe: cause\n",
+    ),
+    "is named by the first": (
+        "rank and after(0); say('cause' if rank else 'effect', 1, [] if rank else [1])",
+        1,
+        "epmoe: cause\n",
+    ),
+    "dies, named by the first": (
+        "rank or say('effect', 1, [1])\nafter(0); os._exit(7)",
+        1,
+        "epmoe: rank 1 ended with exit code 7",
+    ),
+    "is named by the other, which it names": (
+        "rank and after(0); say(f'rank {rank}', 1, [1 - rank])",
+        1,
+        "epmoe: rank 0\n",
+    ),
+    "is named, and only ended with the others": (
+        "rank or say('late', 1, [1])\ntime.sleep(300)",
+        1,
+        "epmoe: late\n",
     ),
     "fails a check": ("rank or say('', 1)", 1, ""),
     "is too slow to end": (

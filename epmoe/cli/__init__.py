@@ -22,7 +22,7 @@ from epmoe.cli.console import (
     quiet_exit,
 )
 from epmoe.config.config import ConfigError, EPConfig
-from epmoe.group.errors import EPError
+from epmoe.group.errors import EPError, named_ranks
 from epmoe.native.build import BuildError
 from epmoe.native.package import __version__, explain
 
@@ -78,7 +78,12 @@ class _Commands(TyperGroup):
                 raise
             raise fail(message, code=2) from None
         except EPError as error:
-            raise fail(f"{type(error).__name__}: {error}", code=1, every_rank=True) from None
+            raise fail(
+                f"{type(error).__name__}: {error}",
+                code=1,
+                every_rank=True,
+                because_of=named_ranks(error),
+            ) from None
         except OSError as error:
             # Typer ends quietly where the reader of the output has gone.
             if error.errno == errno.EPIPE:

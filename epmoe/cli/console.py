@@ -52,11 +52,13 @@ def launched_rank() -> int | None:
     return int(rank)
 
 
-def fail(message: str, *, code: int, every_rank: bool = False) -> typer.Exit:
+def fail(
+    message: str, *, code: int, every_rank: bool = False, because_of: Sequence[int] = ()
+) -> typer.Exit:
     """Print one message, on rank 0 only unless `every_rank`, and return the exception to raise.
 
     A rank that `epmoe` itself started prints nothing: it leaves its message to the process that
-    started it.
+    started it, with `because_of`, the ranks whose failure has led to this one.
     """
     rank = launched_rank()
     file = message_file()
@@ -65,7 +67,7 @@ def fail(message: str, *, code: int, every_rank: bool = False) -> typer.Exit:
     if len(lines) > MOST_LINES:
         message = "\n".join([*lines[:MOST_LINES], f"… and {len(lines) - MOST_LINES} more lines"])
     if file is not None:
-        _leave(file, f"rank {rank}: {message}" if every_rank else message, code)
+        _leave(file, f"rank {rank}: {message}" if every_rank else message, code, because_of)
     elif not rank or every_rank:
         where = f" (rank {rank})" if every_rank and rank is not None else ""
         _stderr.print(f"[bold red]epmoe{where}:[/] {escape(message)}")
@@ -82,9 +84,15 @@ def quiet_exit() -> typer.Exit:
     return typer.Exit(1)
 
 
-def _leave(file: Path, message: str, code: int) -> None:
+def _leave(file: Path, message: str, code: int, because_of: Sequence[int] = ()) -> None:
     """Leave a message to the process that started this rank."""
-    text = json.dumps({"message": message, "code": code, "timestamp": time.time()})
+    said = {
+        "message": message,
+        "code": code,
+        "because_of": list(because_of),
+        "timestamp": time.time(),
+    }
+    text = json.dumps(said)
     # In one step: the launcher may end this rank now.
     file.with_suffix(".new").write_text(text, encoding="utf-8")
     file.with_suffix(".new").replace(file)

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -362,6 +363,18 @@ def _last_line(folder: Path, rank: int) -> str:
     return printed.strip().rpartition("\n")[2]
 
 
+class _Kind(IntEnum):
+    """Of a rank's failure: lower ones explain higher ones."""
+
+    DEATH = 0
+    """A signal has ended it."""
+    REFUSAL = 1
+    """It has refused what a user has got wrong."""
+    FAILURE = 2
+    CONSEQUENCE = 3
+    """It says that another rank, which has failed too, was missing."""
+
+
 def _cause(failures: Mapping[int, ProcessFailure]) -> int:
     """The rank whose failure explains the others.
 
@@ -379,17 +392,19 @@ def _cause(failures: Mapping[int, ProcessFailure]) -> int:
     own = failures.keys() - ended_by_launcher or failures.keys()
     first = min(times[rank] for rank in own)
 
-    def order(rank: int) -> tuple[int, float]:
-        """A death explains most, then what a user has got wrong, then what came first."""
+    def kind(rank: int) -> _Kind:
         failure = failures[rank]
-        if _left_message(failure):
-            is_refusal = failure.error_file_data["code"] == 2
-            return (1 if is_refusal else 2), times[rank]
-        is_death = failure.exitcode < 0
-        return (0 if is_death else 2), times[rank]
+        if not _left_message(failure):
+            return _Kind.DEATH if failure.exitcode < 0 else _Kind.FAILURE
+        if failure.error_file_data["code"] == 2:
+            return _Kind.REFUSAL
+        # Whoever names another rank that has failed, failed because of it.
+        named = set(failure.error_file_data["because_of"]) - {rank}
+        return _Kind.FAILURE if named.isdisjoint(own) else _Kind.CONSEQUENCE
 
-    # Of failures within moments, the one that explains most.
-    return min((rank for rank in own if times[rank] <= first + _MOMENTS_S), key=order)
+    # Of failures within moments, the one that explains most; of two of a kind the first.
+    within_moments = [rank for rank in own if times[rank] <= first + _MOMENTS_S]
+    return min(within_moments, key=lambda rank: (kind(rank), times[rank]))
 
 
 def _left_message(failure: ProcessFailure) -> bool:

@@ -20,6 +20,19 @@ class EPError(RuntimeError):
     """The exchange failed."""
 
 
+def named_ranks(error: EPError) -> list[int]:
+    """Ranks whose end, or whose failure, has led to this error, as far as it says so: of the world
+    in an `EPTimeoutError`, otherwise of the group.
+    """
+    if isinstance(error, EPTimeoutError):
+        return error.missing_global_ranks
+    if isinstance(error, EPOpenError):
+        return error.missing_ranks
+    if isinstance(error, EPAbortedError | EPRefusedError):
+        return error.ranks
+    return []
+
+
 class EPStateError(EPError, ValueError):
     """A call that the state of the `ExpertParallel` does not permit: it is closed, a round is open,
     or another call or another handle is due. Nothing was sent.

@@ -536,7 +536,7 @@ class ExpertParallel(HoldsWindows):
         if self._exchange is None:
             return False
         now = self._layouts.get(self.generation)
-        if not self.versions.is_settled:
+        if not self.versions.rounds_may_begin:
             return False
         return now is not None and self._layouts.get(generation) == now
 

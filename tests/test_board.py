@@ -148,7 +148,7 @@ def test_the_first_word_stays(tmp_path):
         board = Board(store, "x/y/1")
         assert (
             board.read("key") == ""
-            and board.settle("key", "one") == board.settle("key", "two") == "one"
+            and board.write_once("key", "one") == board.write_once("key", "two") == "one"
         )
         board.write("key", "three")
         assert board.read("key") == store.get("x/y/1/key").decode() == "three"

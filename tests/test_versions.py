@@ -604,11 +604,11 @@ def test_a_group_that_forms_has_one_version_or_opens_no_round(
     held = HeldVersions()
     held.put([layer], Held(1, "a"))
     held.compare(of_ranks, whole)
-    assert held.is_settled == (not said)
+    assert held.rounds_may_begin == (not said)
     if said:
         with pytest.raises(EPStateError, match=f"{said}.*: make a new WeightReceiver"):
             held.check()
-        held.settle([layer])
+        held.mark_received([layer])
     held.check()
 
 
@@ -617,16 +617,16 @@ def test_layers_that_nobody_has_any_more_need_no_version(layer: nn.Module) -> No
     former = nn.Linear(1, 1)
     held.put([former, layer], Held(1, "a"))
     held.compare([[ONE], [TWO]], True)
-    held.settle([layer])
-    assert not held.is_settled
+    held.mark_received([layer])
+    assert not held.rounds_may_begin
     del former
-    assert held.is_settled
+    assert held.rounds_may_begin
 
 
 def test_a_rank_without_layers_waits_for_a_receiver(layer: nn.Module) -> None:
     """It has joined, or its model has gone."""
     held = HeldVersions()
     held.compare([[OWN], [TWO]], True)
-    assert not held.is_settled
-    held.settle([layer])
-    assert held.is_settled
+    assert not held.rounds_may_begin
+    held.mark_received([layer])
+    assert held.rounds_may_begin

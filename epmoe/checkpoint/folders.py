@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from epmoe.group.peers import Peers, whole
+from epmoe.group.peers import Peers, run_uninterrupted
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import Metadata
@@ -136,7 +136,7 @@ def _by_torch(call: Callable[[], object], peers: Peers, failed: str, kind: type[
         with _telling(failed, kind), peers.waiting():
             call()
 
-    whole([peers], work)
+    run_uninterrupted([peers], work)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 from epmoe.checkpoint.folders import appearing
 from epmoe.group.collective import all_ranks, naming
-from epmoe.group.peers import whole
+from epmoe.group.peers import run_uninterrupted
 from epmoe.training.models import expert_parallels
 
 
@@ -45,7 +45,7 @@ def save_adapter(model: Any, folder: str | os.PathLike[str], **options: Any) -> 
             with peers.waiting():
                 state.update({key: value.full_tensor() for key, value in parts.items()})
 
-        whole([peers], gather_parts)
+        run_uninterrupted([peers], gather_parts)
         if peers.rank == 0:
             model.save_pretrained(hidden, state_dict=state, **options)
 

@@ -27,7 +27,7 @@ from epmoe.checkpoint.safetensors_folder import INDEX, WHOLE, GateBias, Safetens
 from epmoe.checkpoint.state_dicts import gather
 from epmoe.config.from_hf import PART_KEYS
 from epmoe.group.collective import all_ranks, naming, peers_of
-from epmoe.group.peers import whole
+from epmoe.group.peers import run_uninterrupted
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.spread import local_view
 from epmoe.native.arguments import dtype_name
@@ -127,7 +127,9 @@ def save_pretrained(
         # Rank 0 writes what others have parts of.
         for name, tensors in files.items():
             if tensors[0].owner is None:
-                gathered = whole([peers], partial(_gathered, tensors, kept=peers.rank == 0))
+                gathered = run_uninterrupted(
+                    [peers], partial(_gathered, tensors, kept=peers.rank == 0)
+                )
                 if peers.rank == 0:
                     _write(hidden / name, gathered)
 

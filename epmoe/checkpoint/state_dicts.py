@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from epmoe.checkpoint import folders
 from epmoe.group.collective import all_ranks, naming, peers_of, together
 from epmoe.group.errors import EPStateError
-from epmoe.group.peers import Peers, whole
+from epmoe.group.peers import Peers, run_uninterrupted
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.spread import is_spread
 from epmoe.local.weight_formats import take_rows
@@ -110,7 +110,7 @@ def full_state_dict(module: nn.Module, *, cpu_offload: bool = False) -> dict[str
         is_first = all(_is_first(ep) for ep in eps)
         peers = steps[0] if steps else Peers.of(None)
         on_cpu = cpu_offload and is_first
-        whole(steps, partial(_gather_all, state, named, peers, cpu_offload, on_cpu))
+        run_uninterrupted(steps, partial(_gather_all, state, named, peers, cpu_offload, on_cpu))
     return state if is_first or not cpu_offload else {}
 
 

@@ -15,8 +15,8 @@ from epmoe.exchange.memory import MemoryPlan
 from epmoe.native.layouts import struct, words
 
 
-class Way(NamedTuple):
-    """What a round of training does with weights."""
+class WeightUse(NamedTuple):
+    """What a round of training does with the weights of pairs."""
 
     adds_only: bool
     """combine adds without weights"""
@@ -81,11 +81,11 @@ class Descriptors:
             self._made[flags] = torch.tensor(values, dtype=torch.int64, device="cpu")
         return self._made[flags]
 
-    def of_training(self, descriptor: Tensor, way: Way, num_sms: int) -> Tensor:
+    def of_training(self, descriptor: Tensor, weight_use: WeightUse, num_sms: int) -> Tensor:
         """What rounds of training like `descriptor` have in common, for `dispatch_to_caller`.
         `num_sms`: the most multiprocessors of a kernel.
         """
-        key = (descriptor.data_ptr(), way, num_sms)
+        key = (descriptor.data_ptr(), weight_use, num_sms)
         made = self._of_training.get(key)
         if made is None:
             made = descriptor.clone()
@@ -95,9 +95,9 @@ class Descriptors:
             plan.small_alignment = plan.alignment  # as `Routed` has it
             fields.zero_gaps = plan.alignment > 1  # gradients of weights read gaps
             fields.to_caller = True
-            fields.keeps_zeros = way.keeps_zeros
-            fields.adds_only = way.adds_only
-            fields.returns_values = way.returns_values
+            fields.keeps_zeros = weight_use.keeps_zeros
+            fields.adds_only = weight_use.adds_only
+            fields.returns_values = weight_use.returns_values
             self._of_training[key] = made
         return made
 

@@ -1,8 +1,8 @@
 """The board: what ranks tell one another in a store, which needs no rank to answer.
 docs/protocol.md has its states.
 
-Every key has one writer, or keeps the word of the first one: `settle`. So a rank may end between
-any two words.
+Every key has one writer, or keeps the word of the first one: `write_once`. So a rank may end
+between any two words.
 """
 
 from __future__ import annotations
@@ -64,8 +64,10 @@ class Board:
             return ""
         return self.store.get(name).decode(errors="replace")
 
-    def settle(self, key: object, word: str) -> str:
-        """Write a word, unless another rank has been first. Returns the word of the first one."""
+    def write_once(self, key: object, word: str) -> str:
+        """Write a word, unless another rank has written one already. Returns the word that stays:
+        that of the first rank.
+        """
         return self.store.compare_set(f"{self.name}/{key}", "", word).decode(errors="replace")
 
 
@@ -125,7 +127,7 @@ class Sign:
 
 
 class Decision(BaseModel):
-    """What one rank has settled for all."""
+    """What one rank has decided for all."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     members: list[int]  # in rank order: former ranks, and behind them new ones as `-1 - arrival`
@@ -205,7 +207,7 @@ class Meeting:
             ) from None
 
     def outcome(self) -> str:
-        """What has become of the attempt; "" until it is settled."""
+        """What has become of the attempt; "" until a rank has decided it."""
         return self.board.read("outcome")
 
     def connect(self, decision: Decision, rank: int, timeout_s: float, backend: str) -> None:
@@ -259,14 +261,14 @@ class Meeting:
         them are missing.
 
         The last gather of its opening may end well on some ranks only, so the first rank that knows
-        the outcome settles it, and all follow.
+        the outcome writes it, and all follow.
         """
         board = self.board
         deadline = time.monotonic() + timeout_s
         board.write(f"in/{rank}", "in")
         while not self.outcome():
             if all(board.read(f"in/{other}") for other in range(len(decision.members))):
-                board.settle("outcome", FORMED)
+                board.write_once("outcome", FORMED)
             elif missing() or self.anybody_lost(decision) or time.monotonic() > deadline:
                 self.fail()
             else:
@@ -278,7 +280,7 @@ class Meeting:
         if error is not None:
             why = f"{type(error).__name__}: {error}"
             self.board.write(f"why/{rank}", why[:_MOST_CHARACTERS])
-        self.board.settle("outcome", FAILED)
+        self.board.write_once("outcome", FAILED)
 
     def why_failed(self, size: int) -> str:
         """What the first rank has said that could not do its part."""
@@ -303,7 +305,7 @@ def arrive(root: Board) -> int:
     number = 1
     while True:
         key = f"arrivals/{number}"
-        if not root.read(key) and root.settle(key, word) == word:
+        if not root.read(key) and root.write_once(key, word) == word:
             return number
         number += 1
 

@@ -18,7 +18,7 @@ from epmoe.group.errors import EPTimeoutError
 from epmoe.group.member import Member
 from epmoe.group.peers import MissingRankError, Peers
 from epmoe.group.store import POLL_S
-from epmoe.group.waiting import Whole
+from epmoe.group.waiting import Uninterrupted
 
 
 def peers_of(ep: Member) -> Peers:
@@ -30,7 +30,7 @@ def peers_of(ep: Member) -> Peers:
 
 @contextmanager
 def together(eps: Sequence[Member]) -> Iterator[list[Peers]]:
-    """A step of `Peers.together` over the ranks of each, for `whole`."""
+    """A step of `Peers.together` over the ranks of each, for `run_uninterrupted`."""
     steps = [peers_of(ep) for ep in eps]
     with _nested(steps):
         yield steps
@@ -66,7 +66,7 @@ def all_ranks(eps: Sequence[Member], group: dist.ProcessGroup | None = None) -> 
     made = list[dist.ProcessGroup]()
     timeout = timedelta(seconds=timeout_s)
     # Made on all ranks or on none, whatever a signal handler raises: others connect to this one.
-    making = Whole(lambda: made.append(dist.new_group(backend="gloo", timeout=timeout)))
+    making = Uninterrupted(lambda: made.append(dist.new_group(backend="gloo", timeout=timeout)))
     is_given = False
     try:
         with Peers.of(dist.group.WORLD).waiting():
@@ -75,10 +75,10 @@ def all_ranks(eps: Sequence[Member], group: dist.ProcessGroup | None = None) -> 
         is_given = True
         yield peers
     except BaseException:
-        making.settle()
+        making.finish_or_cancel()
         if made and not is_given:
             # The others wait in their first step.
-            with Peers.of(made[0], timeout_s).part():
+            with Peers.of(made[0], timeout_s).substep():
                 raise
         raise
     finally:

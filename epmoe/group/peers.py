@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, BroadcastOptions
 
 from epmoe.group.errors import EPStateError
-from epmoe.group.waiting import Whole, as_on_this_thread
+from epmoe.group.waiting import Uninterrupted, as_on_this_thread
 
 _Value = TypeVar("_Value")
 # Errors that reach other ranks as they are.
@@ -166,24 +166,24 @@ class Peers:
         has: it runs as a part of the last word, on another thread.
         """
         try:
-            with self.part(then):
+            with self.substep(then):
                 yield
         except _ReportedError as reported:
             raise reported.as_shared() from reported.__cause__
 
     @contextmanager
-    def part(self, then: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """A step of these ranks within a step of a larger group. An error in it goes on to the
-        larger group.
+    def substep(self, then: Callable[[], object] = lambda: None) -> Iterator[None]:
+        """A step of these ranks within a step of a larger group. The larger group learns of an
+        error in it, too.
         """
-        last_word = Whole(partial(self._agree, then))
+        last_word = Uninterrupted(partial(self._agree, then))
         try:
             yield
             last_word.run()
         except BaseException as error:
-            # Once the last word has begun, `settle` waits for its end and returns True. The step
-            # then has its outcome, and nobody waits for a report.
-            if last_word.settle():
+            # If the last word had begun, it has ended by now: the step has its outcome, and nobody
+            # waits for a report.
+            if last_word.finish_or_cancel():
                 raise
             if isinstance(error, (MissingRankError, _ReportedError)) and error.peers is self:
                 raise
@@ -246,7 +246,7 @@ class Peers:
         """
         if self.group is None:
             return [value]
-        return _do_whole(partial(self._gather_values, value))
+        return _uninterrupted(partial(self._gather_values, value))
 
     def _gather_values(self, value: _Value) -> list[_Value]:
         if self.group is None:
@@ -287,32 +287,32 @@ class Peers:
         return [row.numpy().tobytes() for row in rows]
 
 
-def whole(steps: Sequence[Peers], work: Callable[[], _Value]) -> _Value:
-    """Collective calls that are no `all_gather`, such as torch's, in a step of `Peers.together` of
-    each of `steps`, the outermost first.
+def run_uninterrupted(steps: Sequence[Peers], work: Callable[[], _Value]) -> _Value:
+    """Run collective calls that are no `all_gather`, such as torch's, within steps of
+    `Peers.together`, the outermost first. Returns what `work` returns.
 
-    All ranks begin `work`, since none has failed so far, and come to its end: a signal handler's
-    exception is raised before it, in place of which the others then hear of it, or behind it. So
-    it runs on another thread, with what torch keeps for this one.
+    Ranks first agree that none has failed, then all run `work` to its end. It runs on another
+    thread, so that a signal handler cannot interrupt it. The exception of a handler is raised
+    before `work`, and then the other ranks hear of it, or after `work`.
     """
     steps = [peers for peers in steps if peers.group is not None]
     if not steps:
         return work()
 
     def begin_together() -> _Value:
-        # As a rank that has failed reports it: from the innermost step on.
+        # A rank that has failed reports it to the innermost step first.
         for peers in reversed(steps):
             peers._hear()
         return work()
 
-    return _do_whole(as_on_this_thread(begin_together))
+    return _uninterrupted(as_on_this_thread(begin_together))
 
 
-def _do_whole(work: Callable[[], _Value]) -> _Value:
-    """The work, once and to its end. What a signal handler raises is raised before it or after."""
-    calls = Whole(work)
+def _uninterrupted(work: Callable[[], _Value]) -> _Value:
+    """Do the work once and to its end. A signal handler's exception comes before or after it."""
+    calls = Uninterrupted(work)
     try:
         return calls.run()
     except BaseException:
-        calls.settle()
+        calls.finish_or_cancel()
         raise

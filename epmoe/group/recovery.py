@@ -252,7 +252,7 @@ def _meet(
                 arrivals=seen.arrivals,
                 left=sorted(seen.gone),
             )
-            board.settle("decision", mine.model_dump_json())  # whoever was first has decided
+            board.write_once("decision", mine.model_dump_json())  # whoever was first has decided
         elif now > deadline:
             came = len(seen.members(wanted.max_ranks))
             raise TimeoutError(f"{came} ranks have come, and `min_ranks` is {wanted.min_ranks}")
@@ -260,7 +260,7 @@ def _meet(
             time.sleep(POLL_S)
     # New ranks hear of it.
     for arrival in range(first, decision.arrivals + 1):
-        root.settle(f"arrivals/{arrival}/answer", meeting.name)
+        root.write_once(f"arrivals/{arrival}/answer", meeting.name)
     return decision
 
 

@@ -105,12 +105,12 @@ def as_on_this_thread(work: Callable[[], _Value]) -> Callable[[], _Value]:
     return call
 
 
-class Whole(Generic[_Value]):
+class Uninterrupted(Generic[_Value]):
     """Work that is done once and to its end, or not at all, whatever signal handlers raise.
 
     It runs on a thread of its own, since Python runs signal handlers on the main thread only. A
-    handler may raise before it begins, while it runs, or behind it: `settle` tells which, and the
-    exception is raised after the work.
+    handler may raise before the work begins, while it runs, or behind it. The exception is raised
+    after the work, and `finish_or_cancel` tells whether the work has been done.
     """
 
     def __init__(self, work: Callable[[], _Value]) -> None:
@@ -129,11 +129,11 @@ class Whole(Generic[_Value]):
             self._running.acquire(timeout=_LOOK_S)
         return self._result()
 
-    def settle(self) -> bool:
-        """Whether the work has been done, for the caller of `run` that has got an exception.
+    def finish_or_cancel(self) -> bool:
+        """Wait for the end of work that has begun, and cancel work that has not. The caller of
+        `run` calls it after an exception.
 
-        It waits for the end of work that has begun, also where further handlers raise. Work that
-        has not begun never will.
+        Returns whether the work has been done. Exceptions of further signal handlers are dropped.
         """
         # Take the turn, if the work has not begun.
         with suppress(IndexError):
@@ -149,7 +149,7 @@ class Whole(Generic[_Value]):
 
     def _run(self) -> None:
         """The thread."""
-        # `settle` may have taken the turn: then the work never begins.
+        # `finish_or_cancel` may have taken the turn: then the work never begins.
         try:
             self._turn.pop()
         except IndexError:
@@ -182,11 +182,11 @@ def start_thread(thread: Thread) -> None:
     list of threads.
     """
     # Python runs signal handlers on the main thread only, so none raises in this call of `start`.
-    start = Whole(thread.start)
+    start = Uninterrupted(thread.start)
     try:
         start.run()
     except BaseException:
-        start.settle()
+        start.finish_or_cancel()
         raise
 
 

@@ -70,8 +70,7 @@ class Balancing:
             self._balancer = Balancer(ep, **of_balancer)
         # Steps of the balancer's history that the log has.
         self._logged = 0
-        # No move is under way.
-        self._settled = True
+        self._moves_have_ended = True
 
     def poll(self) -> None:
         """Before each step of the framework, on its thread and stream: it raises what kernels have
@@ -81,7 +80,7 @@ class Balancing:
             self.ep.poll()
             return
         # Moves may begin in a tick.
-        self._settled = False
+        self._moves_have_ended = False
         self._balancer.tick()
         # Log a plan once. Rank 0 alone knows the loads.
         history = self._balancer.history
@@ -120,9 +119,9 @@ class Balancing:
         live = self.ep.live
         if self._balancer is None or live is None:
             return None
-        if not self._settled:
+        if not self._moves_have_ended:
             self._balancer.finish()
-            self._settled = True
+            self._moves_have_ended = True
         return live.experts(tag)
 
     def close(self) -> None:

@@ -106,8 +106,8 @@ class LiveExperts:
         self.stalled_plans = 0
         # What all moves before `moves` have done.
         self._earlier = _Totals()
-        # The last moves whose end `_settle` has seen.
-        self._settled: Moves | None = None
+        # The last moves whose end `_note_end_of_moves` has seen.
+        self._finished_moves: Moves | None = None
         # The number of a refused call of which the other ranks have not heard.
         self._untold: int | None = None
         self._is_in_step = False
@@ -135,7 +135,7 @@ class LiveExperts:
         """See `ExpertParallel.replace`."""
         self._refuse_within_a_step("replace")
         self._refuse_while_moving("replace")
-        self._settle()
+        self._note_end_of_moves()
         number = self.calls + 1
         if number > MOST_CALLS:
             raise EPStateError(
@@ -239,7 +239,7 @@ class LiveExperts:
     def is_idle(self) -> bool:
         """Whether a step has nothing to do: moves have ended, and the last shares are in use."""
         in_use = self.sharing is None and self._tables_loads is self._shared_loads
-        return in_use and self.moves is self._settled and self._untold is None
+        return in_use and self.moves is self._finished_moves and self._untold is None
 
     def _is_captured(self) -> bool:
         """Whether a graph would repeat what this rank does now."""
@@ -258,9 +258,9 @@ class LiveExperts:
             if self.moves is not None:
                 self.moves.step()
         finally:
-            self._settle()
+            self._note_end_of_moves()
         # New shares come between moves, and between rounds.
-        if self.moves is not self._settled or self._exchange.rounds.state != CLOSED:
+        if self.moves is not self._finished_moves or self._exchange.rounds.state != CLOSED:
             return
         if self._tables_loads is not self._shared_loads:
             self._share()
@@ -274,10 +274,10 @@ class LiveExperts:
             # Raises what the thread has raised.
             sharing.get()
 
-    def _settle(self) -> None:
-        """See to the end of moves, once."""
+    def _note_end_of_moves(self) -> None:
+        """Take over the slots of moves that have ended. Each moves are taken over once."""
         moves = self.moves
-        if moves is self._settled or moves is None or not moves.done:
+        if moves is self._finished_moves or moves is None or not moves.done:
             return
         # Tensors of inference mode could not be written outside it.
         with torch.inference_mode(False):
@@ -289,7 +289,7 @@ class LiveExperts:
         # No call between these lines: a signal handler could raise in it.
         self.held = held
         self._versions = []
-        self._settled = moves
+        self._finished_moves = moves
         self.refused_plans = refused_plans
 
     def _tell_refusal(self) -> None:

@@ -16,7 +16,7 @@ from epmoe.group.errors import EPStateError
 
 
 class Held(NamedTuple):
-    """What a rank has whole."""
+    """A version of the weights that layers of a rank have completely."""
 
     version: int
     trainer: str
@@ -34,43 +34,47 @@ _REMEDY = (
 
 
 class HeldVersions:
-    """What the layers of an `ExpertParallel` have. None: weights of several versions, or of which
-    nobody knows the version.
+    """The version that each layer of an `ExpertParallel` has. None stands for weights of several
+    versions or of an unknown one.
     """
 
     def __init__(self) -> None:
         self._of_layers = WeakKeyDictionary[nn.Module, Held | None]()
-        self._differ = ""  # what the ranks of this group have, where no round may begin on it
-        self._unsettled = WeakSet[nn.Module]()  # layers to which a receiver must bring a version
-        self._received = False  # whether a receiver has brought one to other layers at least
+        # Text that says what each rank has, where ranks differ: then no round may begin.
+        self._differ = ""
+        # Layers to which a receiver must bring a version.
+        self._without_version = WeakSet[nn.Module]()
+        # Whether a receiver has brought a version to any layer since the ranks were compared.
+        self._received = False
 
     def of(self, layers: Iterable[nn.Module]) -> Held | None:
-        """What all of these layers have, if it is one."""
+        """The version of these layers, if all have the same."""
         found = {self._of_layers.get(layer, FIRST) for layer in layers}
         return found.pop() if len(found) == 1 else None
 
     def put(self, layers: Iterable[nn.Module], held: Held | None) -> None:
-        """Say what these layers have from now on."""
+        """Record the version that these layers have from now on."""
         for layer in layers:
             self._of_layers[layer] = held
 
     def doubt(self) -> None:
-        """Somebody else loads weights of experts, of a version that nobody knows."""
+        """Record that weights of an unknown version are loaded into experts."""
         for layer, held in list(self._of_layers.items()):
             if held != FIRST:
                 self._of_layers[layer] = None
 
     def said(self) -> list[Held | None]:
-        """What this rank tells the others when it joins a group: what its layers have, in the order
-        in which receivers have brought it.
+        """The versions of this rank's layers, in the order in which receivers have brought them.
+        A rank tells them to the others when it joins a group.
         """
         return [held for held, _ in groupby(self._of_layers.values())] or [FIRST]
 
     def compare(self, of_ranks: Sequence[Sequence[Any]], whole: bool) -> None:
-        """What all ranks of a new group have `said`. `whole`: each has the weights of all experts
-        that it is to hold; otherwise some come from elsewhere.
+        """Compare what all ranks of a new group have `said`. Where it is not one version, no round
+        may begin until a receiver has brought one.
 
-        Where that is not one version, no round may begin until a receiver has brought one.
+        `whole`: each rank has the weights of all experts that it is to hold. Otherwise some weights
+        come from elsewhere.
         """
         said = [[None if held is None else Held(*held) for held in each] for each in of_ranks]
         first = said[0]
@@ -80,34 +84,35 @@ class HeldVersions:
             differ = differences([each[0] if len(each) == 1 else None for each in said])
         elif not whole and first != [FIRST]:
             differ = "some of them have come from elsewhere"
-        self._unsettled = WeakSet(self._of_layers)
+        self._without_version = WeakSet(self._of_layers)
         self._received = False
         self._differ = differ
 
-    def settle(self, layers: Iterable[nn.Module]) -> None:
-        """A receiver of all ranks has brought these layers one version."""
-        self._unsettled.difference_update(layers)
+    def mark_received(self, layers: Iterable[nn.Module]) -> None:
+        """Record that a receiver of all ranks has brought these layers one version."""
+        self._without_version.difference_update(layers)
         self._received = True
 
     @property
-    def is_settled(self) -> bool:
+    def rounds_may_begin(self) -> bool:
         """Whether rounds may begin."""
         if self._differ and self._received:
-            if self._unsettled:
-                gc.collect()  # layers of a model that nobody has any more do not count
-            if not self._unsettled:
+            if self._without_version:
+                # Layers of a model that nobody has any more do not count.
+                gc.collect()
+            if not self._without_version:
                 self._differ = ""
         return not self._differ
 
     def check(self) -> None:
         """Raises EPStateError, which says what to do, where no round may begin."""
-        if not self.is_settled:
+        if not self.rounds_may_begin:
             what = f"the group has changed, and ranks have different weights, {self._differ}"
             raise EPStateError(f"{what}: {_REMEDY}")
 
 
 def differences(of_ranks: Sequence[Held | None]) -> str:
-    """What the ranks have, where it is not one version that is whole; "" otherwise."""
+    """Text that says which version each rank has; "" if all have the same one completely."""
     if len(set(of_ranks)) == 1 and of_ranks[0] is not None:
         return ""
     return ", ".join(f"rank {rank} has {_named(held)}" for rank, held in enumerate(of_ranks))

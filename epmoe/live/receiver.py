@@ -238,7 +238,7 @@ class WeightReceiver:
         self._looked = 0.0
         self._layers: dict[str, Any] = {}
         peers = peers_of(ep)
-        with naming("WeightReceiver", [ep]), peers.together(self._settle_versions):
+        with naming("WeightReceiver", [ep]), peers.together(self._mark_received):
             if ep.live is not None:
                 raise ValueError(
                     "`ep` must have experts that stay where they are, to receive weights"
@@ -401,9 +401,9 @@ class WeightReceiver:
         self._target = mine.version
         self.version = mine.version
 
-    def _settle_versions(self) -> None:
+    def _mark_received(self) -> None:
         """All ranks have one version in these layers."""
-        self._ep.versions.settle(self._layers.values())
+        self._ep.versions.mark_received(self._layers.values())
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

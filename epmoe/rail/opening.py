@@ -180,7 +180,7 @@ def _open_over_nodes(
         peers.all_gather(None)
 
         # The exchange inside of the node, then the one over the nodes around it.
-        with node_peers.part():
+        with node_peers.substep():
             full = Seats.full(G)
             window = open_window(plan, node_peers, full, addresses, undo)
         inside = NodeExchange(

@@ -23,8 +23,8 @@ from epmoe.native.arguments import (
 )
 from epmoe.native.formats import TRAINING_FORMATS, PayloadName
 from epmoe.service import ExpertParallel
-from epmoe.training.debts import Directions
 from epmoe.training.operators import train_combine, train_dispatch
+from epmoe.training.owed_rounds import Directions
 from epmoe.training.rounds import EXACT, FORWARD, ON_ROWS, Rounds
 from epmoe.training.wrappers import Wrappers
 
@@ -48,7 +48,7 @@ def fits_graphs() -> bool:
 class Pending(NamedTuple):
     """What combine and the backward pass need of a dispatch, besides the rows."""
 
-    link: Tensor
+    round_tag: Tensor
     ids: Tensor
     weights: Tensor
     num_tokens: Tensor | None
@@ -228,7 +228,7 @@ class TrainingExchange:
         by_experts = weights_on != "combine"
 
         # Open the round.
-        rows, offsets, counts, row_weights, link = train_dispatch(
+        rows, offsets, counts, row_weights, round_tag = train_dispatch(
             x,
             ids,
             weights,
@@ -243,7 +243,7 @@ class TrainingExchange:
         )
         number = 0 if compiles else ep.exchange.rounds.count
         kept = None if by_experts else row_weights
-        pending = Pending(link, ids, weights, tokens, num_real, kept, aligned, number)
+        pending = Pending(round_tag, ids, weights, tokens, num_real, kept, aligned, number)
         alignment = ep.config.alignment if aligned else 1
 
         # Either the caller gets the weights of rows, or combine does.
@@ -287,7 +287,7 @@ class TrainingExchange:
             tuple(routed.rows.shape),
             self.ep.device,
         )
-        link, ids, weights, num_tokens, num_real, row_weights, aligned, number = routed.handle
+        round_tag, ids, weights, num_tokens, num_real, row_weights, aligned, number = routed.handle
 
         # Another open round than this one would give the sums of its tokens.
         if number and not torch.compiler.is_compiling():
@@ -299,7 +299,7 @@ class TrainingExchange:
         y: Tensor = train_combine(
             expert_rows,
             row_weights,
-            link,
+            round_tag,
             ids,
             weights,
             num_tokens,
@@ -341,7 +341,7 @@ class TrainingExchange:
         try:
             exchange.give_up(before, lambda: self.skip(shape(), weights_on=weights_on, tag=tag))
         finally:
-            self.directions.debts.drop(self.directions)
+            self.directions.owed.mark_informed(self.directions)
 
     def skip(self, shape: RoundShape, *, weights_on: WeightsOn = "combine", tag: int = 0) -> None:
         """Take part in a forward round without tokens, and abort it, as `ExpertParallel.skip` does,

@@ -1,13 +1,13 @@
-"""The rounds of training: rows and their weights in new memory, and a value of each pair on the way
-back.
+"""The rounds of training. Rows and their weights arrive in new memory, and a value of each pair can
+travel back.
 
     forward    x, weights ─ out ─▶ rows, row weights
                expert rows ─ back ─▶ y
     backward   grad y ─ out ─▶ grad expert rows
                grad rows, grad row weights ─ back ─▶ grad x, grad weights
 
-The backward pass of a layer is one round, since the gradient of a sum over rows is a copy, and that
-of a copy a sum.
+The gradient of a sum over rows is a copy, and that of a copy is a sum. So the backward pass of a
+layer is one round, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from epmoe.exchange.call import Call
-from epmoe.exchange.descriptors import Way
+from epmoe.exchange.descriptors import WeightUse
 from epmoe.exchange.exchange import takes_turn
 from epmoe.exchange.handles import Dispatched, RoundShape
 from epmoe.exchange.node import NodeExchange
@@ -32,35 +32,50 @@ from epmoe.native.formats import TRAINING_FORMATS, WireFormat
 from epmoe.native.layouts import constant
 from epmoe.service import ExpertParallel
 
-EXACT = -1  # as many rows as there are, which the host reads
-_SHARE = (
-    3 / 4
-)  # of the multiprocessors: the rest is for kernels of NCCL that run during a round of training
+# For `num_rows`: as many rows as there are. The host waits for their number.
+EXACT = -1
+# Share of the multiprocessors that a round of training uses. NCCL's kernels, which run at the same
+# time, have the rest.
+_SHARE = 3 / 4
+
+FORWARD = WeightUse(adds_only=False, returns_values=False)
+ON_ROWS = WeightUse(adds_only=True, returns_values=False)
+BACKWARD = WeightUse(adds_only=True, returns_values=True)
 
 
-FORWARD = Way(adds_only=False, returns_values=False)
-ON_ROWS = Way(adds_only=True, returns_values=False)
-BACKWARD = Way(adds_only=True, returns_values=True)
+class ReceivedRows(NamedTuple):
+    """The rows that `dispatch_to_caller` has brought to this rank, before they are unpacked."""
+
+    rows: Tensor
+    """[N, D] in the format that travels, or in the window where the call is EXACT"""
+    expert_offsets: Tensor
+    """int32 [e + 1]"""
+    tokens_per_expert: Tensor
+    """int32 [e]"""
+    row_weights: Tensor
+    """fp32 [N]; [0] where values return"""
 
 
 class TrainingRows(NamedTuple):
-    """What arrives on a rank."""
+    """The rows of a round on the rank of their experts, in memory of their own."""
 
-    rows: Tensor  # [N, D]
-    expert_offsets: Tensor  # int32 [e + 1]
-    tokens_per_expert: Tensor  # int32 [e]
-    row_weights: (
-        Tensor | None
-    )  # fp32 [N], 0 in gaps and past the last segment; None where values return
+    rows: Tensor
+    """[N, D] in the dtype of x"""
+    expert_offsets: Tensor
+    """int32 [e + 1]"""
+    tokens_per_expert: Tensor
+    """int32 [e]"""
+    row_weights: Tensor | None
+    """fp32 [N], 0 in gaps and past the last segment; None where values return"""
     products: Tensor | None
-    """fp32 [N]: rows have been multiplied by their weights, and these are their products with the
-    outputs; or None
+    """fp32 [N], the dot product of each row with its output. Then `rows` have been multiplied by
+    their weights. Otherwise None
     """
 
 
 class Multiplied(NamedTuple):
-    """Rows that are gradients of weighted outputs: each becomes its product with its weight as it
-    arrives.
+    """How a kernel multiplies arriving gradients of weighted outputs by the weights of their
+    rows.
     """
 
     outputs: Tensor
@@ -74,8 +89,10 @@ class Multiplied(NamedTuple):
 
 
 class Rounds:
-    """The rounds of one direction, over an `ExpertParallel` of one node. They raise what dispatch
-    and combine raise. Rows go out in the format `wire`, and arrive as values of x's dtype.
+    """The rounds of one direction, forward or backward, over an `ExpertParallel` of one node.
+
+    Rows travel in the format `wire`, and arrive as values of x's dtype. Methods raise what dispatch
+    and combine raise.
     """
 
     def __init__(self, ep: ExpertParallel, wire: WireFormat = TRAINING_FORMATS["auto"]) -> None:
@@ -94,16 +111,23 @@ class Rounds:
         return exchange
 
     def out(
-        self, call: Call, num_rows: int, way: Way, outputs: Tensor | None = None
+        self, call: Call, num_rows: int, weight_use: WeightUse, outputs: Tensor | None = None
     ) -> TrainingRows:
-        """Dispatch tokens into memory of their own, of `num_rows` rows or as many as arrive. The
-        round stays open. Rows past the last segment are zeros. With `outputs` [N, D] rows may
-        arrive as products with their weights: see `TrainingRows`.
+        """Dispatch the tokens of `call`, and leave the round open.
+
+        Args:
+            call: the checked arguments of dispatch.
+            num_rows: N; or EXACT, for as many rows as arrive.
+            weight_use: what dispatch and combine do with weights.
+            outputs: [N, D], of experts. With them rows may arrive multiplied by their weights.
+
+        Returns:
+            Rows in memory of their own. Those past the last segment are zeros.
         """
         exchange = self.exchange
         before = exchange.rounds.count
         try:
-            return self._out(exchange, call, num_rows, way, outputs)
+            return self._out(exchange, call, num_rows, weight_use, outputs)
         except BaseException:
             exchange.give_up(before)
             raise
@@ -113,74 +137,94 @@ class Rounds:
         exchange: NodeExchange,
         call: Call,
         num_rows: int,
-        way: Way,
+        weight_use: WeightUse,
         outputs: Tensor | None,
     ) -> TrainingRows:
-        """`out`, whose exception leaves the round open."""
+        """Do what `out` says. An exception leaves the round open."""
         x = call.x
         multiplied = None
         if outputs is not None:
             multiplied = self._multiplied(exchange, x, outputs)
-        rows, offsets, tokens, weights = _dispatch(
-            exchange, call, num_rows, way, self._wire, multiplied, self._num_sms
+        received = _dispatch(
+            exchange, call, num_rows, weight_use, self._wire, multiplied, self._num_sms
         )
-        row_weights = None if way.returns_values else weights
+        rows = received.rows
+        offsets = received.expert_offsets
+        row_weights = None
+        if not weight_use.returns_values:
+            row_weights = received.row_weights
+
+        # Cut rows and weights to what has arrived. They lie in the window, so weights are copied.
         if num_rows == EXACT:
             N = int(offsets[-1])
             rows = rows[:N]
             if row_weights is not None:
                 row_weights = row_weights[:N].clone()
+
+        # Unpacking copies rows out of the window, too.
         if self._wire.packed:
             rows = ops.unpack_fp8(rows, x, offsets)
             if num_rows != EXACT:
                 zero_tail_(rows, offsets)
         elif num_rows == EXACT:
             rows = rows.clone()
-        products = None if multiplied is None else multiplied.products.sum(1)
-        return TrainingRows(rows, offsets, tokens, row_weights, products)
+
+        # A kernel leaves each product in parts.
+        products = None
+        if multiplied is not None:
+            products = multiplied.products.sum(1)
+        return TrainingRows(rows, offsets, received.tokens_per_expert, row_weights, products)
 
     def _multiplied(self, exchange: NodeExchange, x: Tensor, outputs: Tensor) -> Multiplied | None:
-        """The outputs with which dispatch of tokens `x` multiplies its rows. None where a pass over
-        the rows has to do it later: a call by the LL protocol is too short to gain, and only
-        kernels on GPUs multiply.
-        """
-        few = x.shape[0] <= exchange.plan.sizes["ll_max_tokens"]
-        row_bytes, stride = (each * x.itemsize for each in (x.shape[1], outputs.stride(0)))
-        if (
-            few
-            or not x.is_cuda
-            or self._wire.packed
-            or outputs.dtype != x.dtype
-            or not len(outputs)
-        ):
-            return None
-        if row_bytes > constant("kMostProductBytes") or outputs.data_ptr() % 16 or stride % 16:
-            return None
-        return Multiplied(
-            outputs, x.new_zeros(len(outputs), constant("kProductParts"), dtype=torch.float32)
-        )
+        """The outputs and the room with which a kernel multiplies the rows of tokens `x`.
 
-    def skip(self, shape: RoundShape, tag: int, way: Way) -> None:
+        None where a later pass over the rows has to do it: only kernels on GPUs multiply, and a
+        call by the LL protocol is too short to gain.
+        """
+        few_tokens = x.shape[0] <= exchange.plan.sizes["ll_max_tokens"]
+        if few_tokens or not x.is_cuda or self._wire.packed:
+            return None
+        if outputs.dtype != x.dtype or not len(outputs):
+            return None
+        # Kernels read outputs in lines of 16 bytes.
+        row_bytes = x.shape[1] * x.itemsize
+        stride_bytes = outputs.stride(0) * x.itemsize
+        is_aligned = outputs.data_ptr() % 16 == 0 and stride_bytes % 16 == 0
+        if row_bytes > constant("kMostProductBytes") or not is_aligned:
+            return None
+        parts = constant("kProductParts")
+        products = x.new_zeros(len(outputs), parts, dtype=torch.float32)
+        return Multiplied(outputs, products)
+
+    def skip(self, shape: RoundShape, tag: int, weight_use: WeightUse) -> None:
         """Take part in a round without tokens, and abort it."""
         none = self.exchange.templates.no_tokens(shape, tag)
-        self.out(Call(none.x, none.ids, none.weights, tag=tag, aligned=none.aligned), EXACT, way)
+        call = Call(none.x, none.ids, none.weights, tag=tag, aligned=none.aligned)
+        self.out(call, EXACT, weight_use)
         self.exchange.abort(None)
 
     def back(self, rows: Tensor) -> Tensor:
-        """Combine in the open round: rows [N, D] → y [T, D]."""
+        """Close the open round by combine: rows [N, D] → y [T, D]."""
         exchange = self.exchange
         return exchange.combine("expert", rows, _open(exchange, "combine"), None)
 
     def back_with_values(self, rows: Tensor, row_values: Tensor) -> tuple[Tensor, Tensor]:
-        """Combine in the open round, with values fp32 [N], contiguous → y [T, D] and the value of
-        each pair, fp32 [T, K], 0 where it has no row.
+        """Close the open round by combine, which brings a value of each row back, too.
+
+        Args:
+            rows: [N, D].
+            row_values: fp32 [N], contiguous.
+
+        Returns:
+            y [T, D], and the value of each pair, fp32 [T, K]: 0 where the pair has no row.
         """
         exchange = self.exchange
         dispatched = _open(exchange, "the backward pass of dispatch")
         sent = dispatched.sent
         T = sent.num_tokens
         K = sent.template.shape.top_k
-        pair_values = row_values.new_empty(max(T * K, 1))  # an empty tensor has no address
+        # The kernel takes addresses, and an empty tensor has none.
+        pair_values = row_values.new_empty(max(T * K, 1))
         if not row_values.shape[0]:
             row_values = row_values.new_empty(1)
         assert sent.descriptor is not None
@@ -190,7 +234,7 @@ class Rounds:
 
 
 def _open(exchange: NodeExchange, call: str) -> Dispatched:
-    """The handle of the open round, which `call` closes."""
+    """The handle of the open round, which `call` closes. Raises EPStateError if none is open."""
     rounds = exchange.rounds
     handle = rounds.handle
     if rounds.state != DISPATCHED or not isinstance(handle, Dispatched):
@@ -205,14 +249,15 @@ def _dispatch(
     exchange: NodeExchange,
     call: Call,
     num_rows: int,
-    way: Way,
+    weight_use: WeightUse,
     wire: WireFormat,
     multiplied: Multiplied | None,
     num_sms: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Expert-major rows in memory of the caller's, which outlives the round, or else in the window;
-    their offsets and counts, which the open round has, too; and their weights, [0] where values
-    return. A kernel uses at most `num_sms` multiprocessors.
+) -> ReceivedRows:
+    """Dispatch into memory that outlives the round; into the window if `num_rows` is EXACT.
+
+    The open round has the offsets and counts that this returns. A kernel uses at most `num_sms`
+    multiprocessors.
     """
     sent = exchange.opened(call)
     assert sent.descriptor is not None
@@ -220,13 +265,14 @@ def _dispatch(
     x, ids, weights, _, tokens, num_real, *memory, _ = sent.arguments
     if wire.packed:
         x = ops.pack_fp8(x, tokens, num_real)
-    prepared = exchange.descriptors.of_training(sent.descriptor, way, num_sms)
+    prepared = exchange.descriptors.of_training(sent.descriptor, weight_use, num_sms)
     outputs, products = multiplied or (None, None)
+    operands = (x, ids, weights, None, tokens, num_real, *memory)
     arguments = (x, ids, weights, tokens, num_real, *memory, prepared, outputs, products, num_rows)
 
     def again(found: tuple[Tensor, ...]) -> tuple[OpOverload, tuple[Any, ...]]:
-        """The operator of a round that has its memory, and has not ended."""
-        return ops.dispatch, (x, ids, weights, None, tokens, num_real, *memory, found[-1])
+        """The operator that continues a round whose memory has been made."""
+        return ops.dispatch, (*operands, found[-1])
 
     found = exchange.launch(ops.dispatch_to_caller, arguments, DISPATCHED, again)
     rows, offsets, counts, row_weights, sent.descriptor = found
@@ -238,4 +284,4 @@ def _dispatch(
         items = wire.row_items(call.x.shape[1], dtype)
         rows = rows_as(exchange.views["rows"], wire.dtype_of(dtype), items)
     dispatched.rows = rows
-    return rows, offsets, counts, row_weights
+    return ReceivedRows(rows, offsets, counts, row_weights)

@@ -21,7 +21,7 @@ from epmoe.native.arguments import (
     token_count,
 )
 from epmoe.native.named import named
-from epmoe.training.debts import find
+from epmoe.training.owed_rounds import find
 
 
 def route(

@@ -1,10 +1,10 @@
-"""A layer with gradients as one node of autograd: what an eager step runs.
+"""A layer with gradients as one node of autograd, which an eager step runs.
 
     x [T,D] ─ logits ─ route ─ dispatch ─ experts ─ combine ─▶ y [T,D]
 
-Each node that autograd visits costs the host 20 to 50 µs, forward and backward. The parts are those
-of operators.py, route.py, logits.py and experts_gradients.py, which compilers, modes and experts of
-one's own see one by one.
+Each node that autograd visits costs the host 20 to 50 µs, forward and backward. Compilers, modes of
+torch and other experts than `GroupedExperts` run the same stages as nodes of their own:
+operators.py, route.py, logits.py and experts_gradients.py.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from epmoe.local.route import Choice
 from epmoe.local.spread import gradient_of_whole
 from epmoe.local.stage import without_autocast
 from epmoe.native.named import is_looked_at
-from epmoe.training.debts import ERRORS_OF_ALL, Directions, find
 from epmoe.training.exchange import Opening, TrainingExchange
 from epmoe.training.models import check_spread
+from epmoe.training.owed_rounds import ERRORS_OF_ALL, Directions, find
 from epmoe.training.rounds import BACKWARD, FORWARD
 from epmoe.training.route import Weighing, route_gradient
 
@@ -55,53 +55,69 @@ class Router(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What both passes of a call know, besides tensors."""
+    """The settings of a call that its forward and its backward pass need."""
 
     number: int
-    """by which the exchange is found, as long as it lives"""
+    """of the exchange, by which it is found as long as it lives"""
     router: Router
     gating: Gating
     gemm: str
     """name of the GEMM with gradients"""
     averages_over: int
-    """by which gradients of spread experts are divided"""
+    """gradients of spread experts are divided by it"""
     aligned: bool
+    """each segment starts at a multiple of the alignment"""
     num_real: int
-    """tokens, where no tensor says how many"""
+    """real tokens, where no tensor has their number"""
 
 
 class Forward(NamedTuple):
-    """A call of the layer, besides its tensors with gradients."""
+    """A call of the layer without its tensors that have gradients."""
 
     step: Step
     directions: Directions
     bias: Tensor | None
-    """fp32 [E], of the choice"""
+    """fp32 [E], added to scores for the choice"""
     tag: int
     opening: Opening
 
 
 class Trained(NamedTuple):
-    """The inputs with gradients, in the order of the node's."""
+    """The inputs that have gradients, in the order in which the node takes them."""
 
     x: Any
-    """[T, D], of the experts"""
+    """[T, D], for the experts"""
     scored: Any
-    """the same of the router: autograd adds both gradients, in the order of a layer in parts"""
+    """the same tensor, for the router. Autograd adds both gradients, in the order of a layer whose
+    stages are nodes of their own
+    """
     router_weight: Any
     """[E, D]"""
     logit_bias: Any
     """[E]"""
     gate_up: Any
-    """these four are `TrainedWeights`, or DTensors that have them as this rank's part"""
+    """this and the next three: `TrainedWeights`, or DTensors whose local tensors these are"""
     down: Any
     gate_up_bias: Any
     down_bias: Any
 
 
+class Saved(NamedTuple):
+    """The tensors that the backward pass needs, besides the experts' (`Kept`)."""
+
+    x_TD: Any
+    """None where the router is frozen"""
+    router_weight: Tensor
+    logits_TE: Tensor
+    ids_TK: Tensor
+    weights_TK: Tensor
+    num_tokens: Tensor | None
+    offsets: Tensor
+
+
 def is_one_node(experts: object, *tensors: Tensor | None) -> TypeGuard[GroupedExperts]:
-    """Whether an eager call of a layer with these experts may be one node: they are
-    `GroupedExperts`, and nobody looks at the parts of the call.
+    """Whether an eager call of a layer with these experts may be one node. They must be
+    `GroupedExperts`, and no mode or hook may look at the stages of the call.
     """
     return is_called_alone(experts) and not is_looked_at(tensors)
 
@@ -119,10 +135,10 @@ def run(
     num_rows: int | Literal["exact"],
     tag: int,
 ) -> tuple[Tensor, Routes]:
-    """y [T, D] and what was chosen, whose weights and logits have gradients. Opens a round, and
-    closes it.
+    """Run the layer in a round of its own. Returns y [T, D], and the choice of the router, whose
+    weights and logits have gradients.
 
-    x [T, D] is in the dtype of the experts, `router_weight` [E, D] and `logit_bias` [E]. Other
+    x [T, D] is in the dtype of the experts, `router_weight` is [E, D] and `logit_bias` [E]. Other
     arguments and errors are those of `TrainingExchange.dispatch`.
     """
     exchange.wrappers.check()
@@ -180,7 +196,7 @@ class _Layer(torch.autograd.Function):
 
 
 def _once_differentiable(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients of the node's inputs, which have none themselves."""
+    """The gradients of the node's inputs. They have no gradients themselves."""
     if not torch.is_grad_enabled():
         return None, None, *_backward(ctx, *grads)
     with torch.no_grad():
@@ -189,7 +205,7 @@ def _once_differentiable(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None
 
 
 def _without_gradients(grads: Trained) -> list[Tensor | None]:
-    """Gradients whose own gradients are refused, as `once_differentiable` of torch does it."""
+    """Mark gradients, so that a pass through them raises, as torch's `once_differentiable` does."""
     refuse = torch._C._functions.DelayedError(
         b"GroupedExperts have no gradients of gradients", len(grads)
     )
@@ -198,12 +214,14 @@ def _without_gradients(grads: Trained) -> list[Tensor | None]:
 
 
 def _forward(
-    ctx: Any, call: Forward, given: Trained
+    ctx: Any, call: Forward, inputs: Trained
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    step, directions, bias, tag, opening = call
+    step = call.step
+    directions = call.directions
+    opening = call.opening
     router = step.router
-    x_TD = given.x
-    of_experts = given[4:]
+    x_TD = inputs.x
+    of_experts = inputs[4:]
     weights = TrainedWeights(*[getattr(value, "_local_tensor", value) for value in of_experts])
     forward = directions.forward
     exchange = forward.exchange
@@ -212,14 +230,14 @@ def _forward(
 
     # Choose experts.
     logits_TE = logits_forward(
-        x_TD, given.router_weight, given.logit_bias, invariant=router.invariant
+        x_TD, inputs.router_weight, inputs.logit_bias, invariant=router.invariant
     )
     counters = exchange.views["health.counters"]
-    ids_TK, weights_TK = router.choice.of(logits_TE, bias, num_tokens, num_real, counters)
+    ids_TK, weights_TK = router.choice.of(logits_TE, call.bias, num_tokens, num_real, counters)
 
-    # Tokens to their experts, and back.
+    # Bring tokens to their experts, and the sums back.
     real = num_real if num_tokens is None else num_tokens
-    arguments = (x_TD, ids_TK, weights_TK, None, real, "expert", False, tag)
+    arguments = (x_TD, ids_TK, weights_TK, None, real, "expert", False, call.tag)
     sent = new_call((*arguments, step.aligned, None))
     with directions.numbering():
         arrived = forward.out(sent, opening.num_rows, _OUT)
@@ -229,7 +247,7 @@ def _forward(
     out_ND, gate_up = experts_forward(arrived.rows, weights, segments, step.gemm)
     y_TD = forward.back(out_ND)
 
-    # Keep what gradients need. What only a frozen part needs is not kept.
+    # Keep what the backward pass needs, without what only frozen parameters need.
     needs = Trained(*ctx.needs_input_grad[2:])
     ctx.device = x_TD.device
     ctx.x_dtype = x_TD.dtype
@@ -240,85 +258,85 @@ def _forward(
     ctx.generation = directions.generation
     ctx.mark_non_differentiable(ids_TK, arrived.tokens_per_expert)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(
+    saved = Saved(
         x_TD if needs.router_weight else None,
-        given.router_weight,
+        inputs.router_weight,
         logits_TE,
         ids_TK,
         weights_TK,
         num_tokens,
         offsets,
-        arrived.rows if needs.gate_up else None,
-        gate_up,
-        arrived.row_weights,
-        weights.gate_up,
-        weights.down,
-        weights.gate_up_bias,
-        weights.down_bias,
     )
+    kept = Kept(arrived.rows if needs.gate_up else None, gate_up, arrived.row_weights, *weights)
+    ctx.save_for_backward(*saved, *kept)
     template = exchange.rounds.template
     assert template is not None
-    ctx.order = directions.debts.add(ctx, template.shape, number)
+    ctx.order = directions.owed.add(ctx, template.shape, number)
     return y_TD, ids_TK, weights_TK, logits_TE, arrived.tokens_per_expert
 
 
 def _backward(
     ctx: Any, grad_y: Tensor | None, grad_weights: Tensor | None, grad_logits: Tensor | None
 ) -> Trained:
-    x_TD, router_weight, logits_TE, ids_TK, weights_TK, num_tokens, offsets, *kept = (
-        ctx.saved_tensors
-    )
+    tensors = ctx.saved_tensors
+    saved = Saved(*tensors[: len(Saved._fields)])
+    kept = Kept(*tensors[len(Saved._fields) :])
+    ids_TK = saved.ids_TK
+    weights_TK = saved.weights_TK
     step = ctx.step
     router = step.router
     directions = find(step.number)
-    debts = directions.debts
+    owed = directions.owed
     needs = Trained(*ctx.needs_input_grad[2:])
     grad_x = None
     of_experts = dict[str, Tensor]()
 
     if grad_y is None:
-        debts.pay(directions, ctx.order)
+        owed.begin(directions, ctx.order)
     else:
-        # Gradients of y to the experts, and back with those of rows and of their weights.
+        # Bring gradients of y to the experts, and those of rows and of their weights back.
         directions.check_generation(ctx.generation)
         backward = directions.backward
-        real = step.num_real if num_tokens is None else num_tokens
+        real = step.num_real if saved.num_tokens is None else saved.num_tokens
         arguments = (grad_y, ids_TK, weights_TK, None, real, "expert", False, ctx.number)
         sent = new_call((*arguments, step.aligned, None))
-        # Not by `dropped_by_errors`, whose context manager would cost each layer 1 µs.
+        # Not by `informed_on_error`, whose context manager would cost each layer 1 µs.
         try:
-            running = debts.pay(directions, ctx.order)
+            running = owed.begin(directions, ctx.order)
             arrived = backward.out(sent, ctx.num_rows, _BACK)
             if running is not None:
-                running.has_opened(directions)
-            segments = TrainedSegments(offsets, None, *step.gating)
+                running.note_opened(directions)
+            segments = TrainedSegments(saved.offsets, None, *step.gating)
             # Other ranks need the gradients of rows and of their weights, whatever is frozen here.
             wanted = OfEach(True, True, *needs[4:])
-            of_experts = experts_backward(arrived.rows, Kept(*kept), segments, wanted, step.gemm)
+            of_experts = experts_backward(arrived.rows, kept, segments, wanted, step.gemm)
             grad_x, by_weights = backward.back_with_values(
                 of_experts["rows"], of_experts["row_weights"]
             )
         except ERRORS_OF_ALL:
-            debts.drop(directions)
+            owed.mark_informed(directions)
             raise
         grad_weights = by_weights if grad_weights is None else grad_weights + by_weights
 
-    # Through route to the router, which has a gradient of x of its own.
+    # Go back through route to the router, which gives x a gradient, too.
     if grad_weights is not None:
-        by_route = route_gradient(grad_weights, logits_TE, ids_TK, weights_TK, router.weighing)
+        by_route = route_gradient(
+            grad_weights, saved.logits_TE, ids_TK, weights_TK, router.weighing
+        )
         grad_logits = by_route if grad_logits is None else grad_logits + by_route
     grad_scored = None
     grad_router = None
     grad_bias = None
     if grad_logits is not None:
         if needs.scored:
-            by_router = x_gradient(grad_logits, router_weight, invariant=router.invariant)
+            by_router = x_gradient(grad_logits, saved.router_weight, invariant=router.invariant)
             grad_scored = by_router.to(ctx.x_dtype)
         if needs.router_weight:
-            grad_router = weight_gradient(grad_logits, x_TD)
+            grad_router = weight_gradient(grad_logits, saved.x_TD)
         if needs.logit_bias:
             grad_bias = grad_logits.sum(0)
 
+    # Gradients of spread experts become DTensors.
     of_weights = []
     for name, spec in zip(TrainedWeights._fields, ctx.specs, strict=True):
         grad = of_experts.get(name)

@@ -129,3 +129,41 @@ def test_the_rail_to_the_byte(payload):
     assert plan.total_bytes == plan.window_bytes + plan.scratch_bytes + plan.rail_bytes
     ends = [buffer.offset + buffer.nbytes for buffer in plan.buffers if buffer.region == "rail"]
     assert max(ends) <= plan.rail_bytes < max(ends) + 128
+
+
+SERVICE = {
+    "model": {
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "hidden_size": 7168,
+        "dtype": "bfloat16",
+    },
+    "topology": {"ep_size": 8},
+    "placement": {"strategy": "explicit", "assignment": [6] * 128 + [7] * 128},
+}
+
+
+@pytest.mark.parametrize("tokens", [1, 128, 1024, 4096])
+@pytest.mark.parametrize("nvlink", [False, True])
+def test_a_rank_without_experts_has_15_percent_of_the_bytes(nvlink, tokens):
+    config = epmoe.EPConfig(**SERVICE, capacity={"max_num_tokens_per_rank": tokens})
+    plans = [MemoryPlan.build(config, rank, nvlink=nvlink) for rank in range(8)]
+    without, whole = plans[0], plans[7]
+    assert [plan.window_bytes for plan in plans] == list(whole.windows)
+    assert without.total_bytes <= 0.15 * whole.total_bytes
+    # On CPUs expert-major rows lie in scratch.
+    if nvlink:
+        assert without.window_bytes <= 0.15 * whole.window_bytes
+    # Ranks write into one another's windows, so offsets are the same.
+    offsets = [
+        {buffer.name: buffer.offset for buffer in plan.buffers if buffer.region == "window"}
+        for plan in plans
+    ]
+    assert all(of_rank == offsets[0] for of_rank in offsets)
+
+
+def test_windows_are_whole_where_experts_may_come():
+    """Experts that move come to any rank."""
+    live = {"live": True, "slots_per_rank": 64, "layers": 2}
+    plan = MemoryPlan.build(epmoe.EPConfig(**SERVICE | {"placement": live}))
+    assert len(set(plan.windows)) == 1

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from epmoe.cli import app
 from epmoe.cli.capacity import LOADS, Capacity, suggestions
+from epmoe.cli.console import human_bytes
 from epmoe.config.config import EPConfig
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.local.simulate import simulate_routing
@@ -171,3 +172,24 @@ def test_balanced_routing_stays_below_the_value_for_a_load_of_1():
     assert rows.mean().item() == capacity.mean
     assert rows.std().item() == pytest.approx(capacity.sigma, rel=0.1)
     assert rows.max().item() < capacity.rows(1.0)
+
+
+def test_the_plan_tells_of_ranks_without_experts(tmp_path):
+    """`memory` is that of the rank with most, which holds all experts."""
+    path = tmp_path / "service.json"
+    path.write_text(
+        json.dumps(
+            {
+                "model": {"num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 1024},
+                "topology": {"ep_size": 3},
+                "placement": {"strategy": "explicit", "assignment": [2] * 8},
+            }
+        )
+    )
+    config = EPConfig.load(path)
+    least, _, most = (MemoryPlan.build(config, rank).total_bytes for rank in range(3))
+    shown = words(plan(path))
+    assert "memory of rank 2" in shown
+    totals = {"rank": most, "rank without experts": least, "node": 2 * least + most}
+    for what, nbytes in totals.items():
+        assert f"total per {what} {human_bytes(nbytes)} {nbytes:,}" in shown

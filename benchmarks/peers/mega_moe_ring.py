@@ -238,7 +238,11 @@ class MegaMoERing(Peer):
         library = Kernel.of(case.ep.config, tokens).load(peers)
         nbytes = round_up(library.window_bytes(), 512)
         window = NVLinkWindow(
-            nbytes + 512, peers, Seats.full(peers.size), addresses_on(device), dead_at=nbytes
+            [nbytes + 512] * peers.size,
+            peers,
+            Seats.full(peers.size),
+            addresses_on(device),
+            dead_at=nbytes,
         )
         windows_R = (ctypes.c_int64 * peers.size)(*(region.data_ptr() for region in window.regions))
         y_TD = torch.empty_like(case.x_TD)

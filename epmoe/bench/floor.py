@@ -66,7 +66,11 @@ class FloorWindow:
         self.region_bytes = rows * row_bytes
         nbytes = _FLAG_BYTES + 2 * self.region_bytes
         self.window = NVLinkWindow(
-            nbytes, peers, Seats.full(peers.size), addresses_on(device), dead_at=0
+            [nbytes] * peers.size,
+            peers,
+            Seats.full(peers.size),
+            addresses_on(device),
+            dead_at=0,
         )
         # `FloorState` of each way.
         self.states = torch.zeros(2, 4, dtype=torch.int32, device=device)

@@ -231,8 +231,8 @@ class Dispatched(_OfLayout):
     Attributes:
         rows: [N_cap, D], expert by expert, in the dtype of the call's x, or float8_e4m3fn with an
             fp8 payload. N_cap is `capacity.max_expert_rows` or the worst case, rounded up to the
-            alignment. Rows past `expert_offsets[e]` must not be read; rows of gaps are undefined,
-            or zeros with `capacity.gap_rows: zero`.
+            alignment; on a rank without experts it is 0. Rows past `expert_offsets[e]` must not be
+            read; rows of gaps are undefined, or zeros with `capacity.gap_rows: zero`.
         scales: fp32 [N_cap, ⌈D/128⌉] with an fp8 payload, otherwise None.
         extra: [N_cap, …], for each row the `extra` of its token, in rounds with one, otherwise
             None. Rows and scales then have gaps between them, of which it is a view up to 12 bytes

@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -35,6 +35,9 @@ LINE_INTS = 4
 # On GPUs. An expert with fewer rows takes as long as its weights take to read, however many rows it
 # has.
 _ROWS_BEYOND_WEIGHTS = 137
+
+# Buffers to which rows come, so that a rank without experts has none.
+_OF_EXPERTS = ("recv.x", "recv.scales", "ll.rows", "rows", "row_scales")
 
 Region = Literal["window", "scratch", "rail"]
 
@@ -115,12 +118,15 @@ class MemoryPlan:
     partial rows, up to [N·S, D].
 
     Attributes:
-        buffers: in the order of their offsets within each region.
+        buffers: in the order of their offsets within each region. A rank without experts has those
+            of `_OF_EXPERTS` at their offsets, without a byte.
         sizes: the fields of `ExchangePlan` in csrc/plan.h that are no offsets, by their names.
+        windows: bytes of each rank's window, by seat of the node, in whole pages.
     """
 
     buffers: tuple[Buffer, ...]
     sizes: dict[str, int]
+    windows: tuple[int, ...]
 
     @classmethod
     def build(
@@ -151,12 +157,39 @@ class MemoryPlan:
         placement = placement or config.place_experts()
         if config.topology.num_nodes > 1:
             return cls._over_nodes(config, rank, placement, nvlink, lines)
+        parts = dict[str, tuple[tuple[int, ...], torch.dtype]]()
+        for reserved in _reserved:
+            parts |= reserved(config)
+        return cls._of_one_node(config, rank, placement, nvlink, lines, parts)
+
+    @classmethod
+    def _of_one_node(
+        cls,
+        config: EPConfig,
+        rank: int,
+        placement: Placement,
+        nvlink: bool,
+        lines: bool,
+        parts: Parts,
+    ) -> MemoryPlan:
+        """The plan of one node's exchange, whose windows have these `parts`, too."""
         sizes = _sizes(config, rank, placement, nvlink, lines)
         layout = _layout(config, sizes, nvlink)
-        # Behind the exchange's own buffers, those of floors above.
-        for parts in _reserved:
-            layout += [("window", name, *part) for name, part in parts(config).items()]
-        return cls(_laid_out(layout), sizes)
+        layout += [("window", name, *part) for name, part in parts.items()]
+        # Last of all: the windows of ranks without experts end before these.
+        layout += _layout_of_experts(config, sizes, nvlink)
+        buffers = _laid_out(layout)
+
+        # Offsets are the same on all ranks, which write into one another's windows.
+        whole = round_up(_end_of(buffers, "window"), PAGE_BYTES)
+        without_rows = tuple(map(_without_rows, buffers))
+        short = round_up(_end_of(without_rows, "window"), PAGE_BYTES)
+        windows = []
+        for seat in range(sizes["R"]):
+            windows.append(whole if _may_get_rows(config, placement, seat) else short)
+        if not _may_get_rows(config, placement, rank):
+            buffers = without_rows
+        return cls(buffers, sizes, tuple(windows))
 
     @classmethod
     def _over_nodes(
@@ -168,7 +201,10 @@ class MemoryPlan:
         N = topology.num_nodes
         S = config.rows_per_node
         of_node = placement.of_node(rank // G, G)
-        inside = cls.build(config.of_node(), rank % G, of_node, nvlink, lines)
+        # Each rank names here, to the other ranks of its node, the rank that it misses on another
+        # node.
+        parts = {"rail.missed": ((G,), torch.int64)}
+        inside = cls._of_one_node(config.of_node(), rank % G, of_node, nvlink, lines, parts)
 
         # Slabs of rows, what travels of them, and tables by which rows find their nodes.
         P = placement.num_physical_experts
@@ -196,13 +232,10 @@ class MemoryPlan:
                 ("rail", "rail.total.rows_sent", (N,), i64),
             ]
         )
-        # Each rank names here, to the other ranks of its node, the rank that it misses on another
-        # node.
-        missed = Buffer("rail.missed", "window", (G,), i64, inside._end("window"))
         # The ranks of a rail do not know how many rows the node brings to a round: one alignment
         # for all.
         sizes = inside.sizes | {"small_alignment": inside.sizes["alignment"]}
-        return cls((*inside.buffers, missed, *rail), sizes)
+        return cls((*inside.buffers, *rail), sizes, inside.windows)
 
     def __getitem__(self, name: str) -> Buffer:
         """The buffer of this name, which must be one of the plan's."""
@@ -211,7 +244,7 @@ class MemoryPlan:
     @property
     def window_bytes(self) -> int:
         """Bytes of this rank's window, in whole pages."""
-        return round_up(self._end("window"), PAGE_BYTES)
+        return self.windows[self.sizes["rank"]]
 
     @property
     def empty_lines(self) -> list[slice]:
@@ -224,12 +257,12 @@ class MemoryPlan:
     @property
     def scratch_bytes(self) -> int:
         """Bytes of this rank's scratch, which no other rank maps."""
-        return self._end("scratch")
+        return _end_of(self.buffers, "scratch")
 
     @property
     def rail_bytes(self) -> int:
         """Bytes of what travels to and from other nodes; 0 with one node."""
-        return self._end("rail")
+        return _end_of(self.buffers, "rail")
 
     @property
     def total_bytes(self) -> int:
@@ -241,13 +274,28 @@ class MemoryPlan:
         offsets = {buffer.name.replace(".", "_"): buffer.offset for buffer in self.buffers}
         return words("ExchangePlan", self.sizes | sizes | offsets)
 
-    def _end(self, region: Region) -> int:
-        """Bytes of a region up to the end of its last buffer."""
-        end = 0
-        for buffer in self.buffers:
-            if buffer.region == region:
-                end = max(end, round_up(buffer.offset + buffer.nbytes, BUFFER_ALIGNMENT))
-        return end
+
+def _may_get_rows(config: EPConfig, placement: Placement, rank: int) -> bool:
+    """Whether rows may come to a rank, or seat, while its windows are open. Where experts move,
+    they may come to any.
+    """
+    return config.placement.live or placement.num_local_experts(rank) > 0
+
+
+def _end_of(buffers: Iterable[Buffer], region: Region) -> int:
+    """Bytes of a region up to the end of the last of these buffers that is not empty."""
+    end = 0
+    for buffer in buffers:
+        if buffer.region == region and buffer.nbytes:
+            end = max(end, round_up(buffer.offset + buffer.nbytes, BUFFER_ALIGNMENT))
+    return end
+
+
+def _without_rows(buffer: Buffer) -> Buffer:
+    """The buffer as a rank without experts has it."""
+    if buffer.name not in _OF_EXPERTS:
+        return buffer
+    return replace(buffer, shape=(0, *buffer.shape[1:]))
 
 
 def _sizes(
@@ -282,6 +330,8 @@ def _sizes(
     gap_rows = segments * (alignment - 1)
     worst = R * M * K + gap_rows
     max_rows = round_up(config.capacity.max_expert_rows or worst, alignment)
+    if not nvlink and not _may_get_rows(config, placement, rank):
+        max_rows = 0
 
     # Up to so many tokens, segments have small gaps: with more, large blocks of a GEMM are full on
     # average, and small ones would read weights twice.
@@ -340,14 +390,13 @@ def _sizes(
 
 
 def _layout(config: EPConfig, sizes: Mapping[str, int], nvlink: bool) -> _Layout:
-    """The buffers of the window, then those of scratch, in the order of csrc/plan.h."""
+    """The buffers of window and scratch that each rank has, in the order of csrc/plan.h."""
     R = sizes["R"]
     M = sizes["M"]
     K = sizes["K"]
     D = sizes["D"]
     E = sizes["E"]
     P = sizes["P"]
-    N = sizes["max_rows"]
     e = sizes["num_local_experts"]
     copies = sizes["copies"]
     layers = sizes["layers"]
@@ -357,19 +406,12 @@ def _layout(config: EPConfig, sizes: Mapping[str, int], nvlink: bool) -> _Layout
     i64 = torch.int64
     f32 = torch.float32
 
-    # Elements of a row as it travels.
+    # Elements of a sum as it travels.
     x_dtype = config.model.torch_dtype
-    payload = WIRE_FORMATS[config.exchange.payload]
-    row_dtype = payload.dtype_of(x_dtype)
-    row_items = payload.row_items(payload.width(D, config.capacity.extra_bytes, x_dtype), x_dtype)
-    row_scales = sizes["scale_blocks"]
     combine = WIRE_FORMATS[config.exchange.combine_payload]
     sum_dtype = combine.dtype_of(x_dtype)
     sum_items = combine.row_items(D, x_dtype)
     sum_scales = sizes["combine_scale_blocks"]
-
-    # On GPUs, ranks write into each other's expert-major rows.
-    region_of_rows: Region = "window" if nvlink else "scratch"
 
     def on_gpus(*shape: int) -> tuple[int, ...]:
         return shape if nvlink else (0,)
@@ -381,9 +423,7 @@ def _layout(config: EPConfig, sizes: Mapping[str, int], nvlink: bool) -> _Layout
         ("window", "signal.error", (R,), i64),
         ("window", "signal.dead", (1,), i64),
         ("window", "doorbell", (1,), i32),
-        # Rows by source, and the rows that return, by the rank of their experts.
-        ("window", "recv.x", (R, M, row_items), row_dtype),
-        ("window", "recv.scales", (R, M, row_scales), payload.scale or f32),
+        # Pairs by source, and the rows that return, by the rank of their experts.
         ("window", "recv.ids", (R, M, K), i32),
         ("window", "recv.weights", (R, M, K), f32),
         ("window", "combine.rows", (R, M, sum_items), sum_dtype),
@@ -395,12 +435,8 @@ def _layout(config: EPConfig, sizes: Mapping[str, int], nvlink: bool) -> _Layout
         ("window", "recv.counts", on_gpus(R, R * sizes["most_local_experts"] + 2), i64),
         ("window", "combine.flags", on_gpus(R, M), i32),
         # Lines of the LL protocol.
-        ("window", "ll.rows", on_gpus(R, ll_tokens, sizes["ll_row_stride_bytes"]), u8),
         ("window", "ll.pairs", on_gpus(R, ll_tokens, K, LINE_INTS), i32),
         ("window", "ll.sums", on_gpus(R, ll_tokens, sizes["ll_sum_stride_bytes"]), u8),
-        # Rows by expert.
-        (region_of_rows, "rows", (N, row_items), row_dtype),
-        (region_of_rows, "row_scales", (N, row_scales), payload.scale or f32),
         # The round: `RoundState` of csrc/plan.h, and where its rows are.
         ("scratch", "state", (112,), i32),
         ("scratch", "counts", (R,), i32),
@@ -423,6 +459,35 @@ def _layout(config: EPConfig, sizes: Mapping[str, int], nvlink: bool) -> _Layout
         ("scratch", "health.rows_sent", (R,), i64),
         ("scratch", "health.waited_ns", (R,), i64),
         ("scratch", "health.aborted_rounds", (R,), i64),
+    ]
+
+
+def _layout_of_experts(config: EPConfig, sizes: Mapping[str, int], nvlink: bool) -> _Layout:
+    """The buffers `_OF_EXPERTS`: rows come to ranks with experts only."""
+    R = sizes["R"]
+    M = sizes["M"]
+    N = sizes["max_rows"]
+    ll_tokens = sizes["ll_max_tokens"] if nvlink else 0
+    scales = sizes["scale_blocks"]
+
+    # Elements of a row as it travels.
+    x_dtype = config.model.torch_dtype
+    payload = WIRE_FORMATS[config.exchange.payload]
+    dtype = payload.dtype_of(x_dtype)
+    width = payload.width(sizes["D"], config.capacity.extra_bytes, x_dtype)
+    items = payload.row_items(width, x_dtype)
+    scale_dtype = payload.scale or torch.float32
+
+    # On GPUs, ranks write into each other's expert-major rows.
+    region_of_rows: Region = "window" if nvlink else "scratch"
+    return [
+        # By source.
+        ("window", "recv.x", (R, M, items), dtype),
+        ("window", "recv.scales", (R, M, scales), scale_dtype),
+        ("window", "ll.rows", (R, ll_tokens, sizes["ll_row_stride_bytes"]), torch.uint8),
+        # By expert.
+        (region_of_rows, "rows", (N, items), dtype),
+        (region_of_rows, "row_scales", (N, scales), scale_dtype),
     ]
 
 

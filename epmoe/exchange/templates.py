@@ -231,10 +231,12 @@ class Templates:
         # Rows, behind whose elements their `extra` may lie.
         items = payload.row_items(D, shape.dtype)
         dtype = payload.dtype_of(shape.dtype)
-        x = _slabs_as(views["recv.x"], dtype, payload.row_items(self._width(shape), shape.dtype))
+        row_items = payload.row_items(self._width(shape), shape.dtype)
+        x = _slabs_as(self._slabs_of("recv.x"), dtype, row_items)
         scales = None
         if payload.scale:
-            scales = _slabs_as(views["recv.scales"], payload.scale, payload.num_scales(D))
+            buffer = self._slabs_of("recv.scales")
+            scales = _slabs_as(buffer, payload.scale, payload.num_scales(D))
         read_extra = None
         if shape.extra is not None:
             read_extra = partial(shape.extra.read, x, items)
@@ -245,6 +247,19 @@ class Templates:
             weights=_slabs_as(views["recv.weights"], torch.float32, K),
             read_extra=read_extra,
         )
+
+    def _slabs_of(self, name: str) -> Tensor:
+        """A buffer [R, M, …]. A rank without experts has none in its window, since no row comes. It
+        gets one for callers, who expect slabs, with its first such call.
+        """
+        buffer = self._views[name]
+        slabs = self._views["recv.ids"].shape[:2]
+        if buffer.shape[:2] != slabs:
+            # A later call outside of inference mode may write it.
+            with torch.inference_mode(False):
+                buffer = buffer.new_zeros(*slabs, *buffer.shape[2:])
+            self._views[name] = buffer
+        return buffer
 
     def _width(self, shape: RoundShape) -> int:
         """Elements of a row with its `extra`."""

@@ -13,7 +13,7 @@ import errno
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -33,7 +33,7 @@ class Window(Protocol):
     """What a transport offers."""
 
     regions: list[Tensor]
-    """By seat, the ranks' windows, uint8 [window_bytes] on the device where the kernels run"""
+    """By seat, the ranks' windows, uint8 [bytes of each] on the device where the kernels run"""
     local: Tensor
     """this rank's"""
     places: Places
@@ -59,14 +59,22 @@ class Window(Protocol):
 class SharedMemoryWindow:
     """A `Window` in shared memory of one machine."""
 
-    def __init__(self, nbytes: int, peers: Peers, seats: Seats, addresses: Addresses, dead_at: int):
+    def __init__(
+        self,
+        nbytes: Sequence[int],
+        peers: Peers,
+        seats: Seats,
+        addresses: Addresses,
+        dead_at: int,
+    ):
         """Collective, in a step of `Peers.together`. Reserves the memory now: a shortage is no
         fault in a later round.
 
-        At `dead_at` bytes from the start of its own window a rank keeps the mask of ranks that have
-        ended. Raises MemoryError where this rank has no room, and what `share_descriptors` raises.
+        `nbytes` are the bytes of each window, by seat, the same on all ranks. At `dead_at` bytes
+        from the start of its own window a rank keeps the mask of ranks that have ended. Raises
+        MemoryError where this rank has no room, and what `share_descriptors` raises.
         """
-        check_room(nbytes * peers.size, available_memory_bytes())
+        check_room(sum(nbytes[seat] for seat in seats.of_ranks), available_memory_bytes())
         mapped = map_windows(nbytes, peers, seats, addresses)
         self.places = mapped.places
         self.regions = mapped.regions
@@ -145,41 +153,41 @@ class MappedWindows(NamedTuple):
     places: Places
     """where they are mapped"""
     regions: list[Tensor]
-    """by seat, uint8 [window_bytes]"""
+    """by seat, uint8 [bytes of each]"""
     processes: dict[int, int]
     """by seat, descriptors of the other ranks' processes, as `share_descriptors` gives them"""
 
 
 def map_windows(
-    nbytes: int,
+    nbytes: Sequence[int],
     peers: Peers,
     seats: Seats,
     addresses: Addresses,
     clear: Callable[[Tensor], Callable[[], object]] = lambda local: lambda: None,
 ) -> MappedWindows:
-    """Make this rank's window, and map all ranks' in their seats. Collective, in a step of
-    `Peers.together`.
+    """Make this rank's window, and map all ranks' in their seats, of `nbytes` by seat. Collective,
+    in a step of `Peers.together`.
 
     `clear` begins to prepare the own window, and returns a function that waits for its end: other
     windows are mapped meanwhile, and no rank returns before all are prepared. An empty seat has
     memory that nobody reads. Raises what `share_descriptors` does, and MemoryError where this rank
     has no room.
     """
-    places = addresses.windows(seats.count, nbytes)
+    places = addresses.windows(seats.count, max(nbytes))
     mine = seats.of_ranks[peers.rank]
     with _enough_files(peers.size), contextlib.ExitStack() as undo:
         undo.callback(places.unmap)
-        own = places.create(nbytes)
+        own = places.create(nbytes[mine])
         try:
             # The own window, then those of others and memory in empty seats.
-            local = places.map(mine, own, nbytes)
+            local = places.map(mine, own, nbytes[mine])
             wait = clear(local)
-            regions = {seat: places.map_unread(seat, nbytes) for seat in seats.empty}
+            regions = {seat: places.map_unread(seat, nbytes[seat]) for seat in seats.empty}
             with share_descriptors(own, peers) as (descriptors, processes):
                 regions[mine] = local
                 for seat, descriptor in zip(seats.of_ranks, descriptors, strict=True):
                     if seat != mine:
-                        regions[seat] = places.map(seat, descriptor, nbytes)
+                        regions[seat] = places.map(seat, descriptor, nbytes[seat])
                 # Own windows are cleared while others are mapped.
                 wait()
                 # All have cleared their windows: any rank may write into them from here on.

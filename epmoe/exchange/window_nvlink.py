@@ -27,7 +27,7 @@ class NVLinkWindow:
 
     def __init__(
         self,
-        nbytes: int,
+        nbytes: Sequence[int],
         peers: Peers,
         seats: Seats,
         addresses: Addresses,
@@ -37,9 +37,9 @@ class NVLinkWindow:
         """Collective, in a step of `Peers.together`. No rank returns before all have cleared their
         windows.
 
-        `dead_at` is that of `SharedMemoryWindow`. `empty_lines` are slices of the window's bytes
-        that begin as 0xff, not as 0. Raises MemoryError where this rank has no room, and
-        RuntimeError where this GPU has no peer access.
+        `nbytes` and `dead_at` are those of `SharedMemoryWindow`. `empty_lines` are slices of this
+        rank's window that begin as 0xff, not as 0. Raises MemoryError where this rank has no room,
+        and RuntimeError where this GPU has no peer access.
         """
 
         def clear(local: Tensor) -> Callable[[], None]:
@@ -50,7 +50,7 @@ class NVLinkWindow:
 
         # What this rank can find out alone, then the windows of all.
         device = addresses.memory.device
-        check_room(nbytes, torch.cuda.mem_get_info(device)[0])
+        check_room(nbytes[seats.of_ranks[peers.rank]], torch.cuda.mem_get_info(device)[0])
         if peers.size > 1:
             _check_peer_access(peers, device)
         mapped = map_windows(nbytes, peers, seats, addresses, clear)

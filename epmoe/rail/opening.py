@@ -109,7 +109,7 @@ def open_window(
     """Collective, in a step of `Peers.together`. `undo` unmaps the window where a
     later step fails.
     """
-    arguments = plan.window_bytes, peers, seats, addresses, plan["signal.dead"].offset
+    arguments = plan.windows, peers, seats, addresses, plan["signal.dead"].offset
     window: Window
     if addresses.memory.device.type == "cpu":
         window = SharedMemoryWindow(*arguments)

@@ -148,8 +148,6 @@ def shard(model, group):
     """FSDP2 over the ranks of the trainer. Experts stay where they are."""
     mesh = DeviceMesh.from_group(group, model.device.type)
     for block in model.model.layers:
-        # The MoE layer by itself: its router is in fp32, and FSDP wants one dtype.
-        fully_shard(block.mlp, mesh=mesh)
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
 

@@ -383,6 +383,7 @@ def test_compilers_trace_no_look_at_a_capture(monkeypatch, gemm):
     GEMMS[gemm].refuse_capture(weights)
 
 
+@torch.no_grad()
 def grouped_mm_of_sm_80(rows: Tensor, weights: Tensor, *, offs: Tensor) -> Tensor:
     """What torch does there. The rows past the last segment have no product."""
     ends = offs.cpu().tolist()

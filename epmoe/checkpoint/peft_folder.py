@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from epmoe.checkpoint.folders import appearing
+from epmoe.checkpoint.whole import whole_tensor
 from epmoe.group.collective import all_ranks, naming
 from epmoe.group.peers import run_uninterrupted
 from epmoe.training.models import expert_parallels
@@ -43,7 +44,7 @@ def save_adapter(model: Any, folder: str | os.PathLike[str], **options: Any) -> 
 
         def gather_parts() -> None:
             with peers.waiting():
-                state.update({key: value.full_tensor() for key, value in parts.items()})
+                state.update({key: whole_tensor(value) for key, value in parts.items()})
 
         run_uninterrupted([peers], gather_parts)
         if peers.rank == 0:

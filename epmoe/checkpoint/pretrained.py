@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from epmoe.checkpoint.folders import appearing, sync
 from epmoe.checkpoint.safetensors_folder import INDEX, WHOLE, GateBias, SafetensorsFolder, Stored
 from epmoe.checkpoint.state_dicts import gather
+from epmoe.checkpoint.whole import whole_tensor
 from epmoe.config.from_hf import PART_KEYS
 from epmoe.group.collective import all_ranks, naming, peers_of
 from epmoe.group.peers import run_uninterrupted
@@ -185,7 +186,7 @@ def _tensors(
                 f"{source.path}: `{name}` is {shape}, but `{key}` of the model is "
                 f"{list(value.shape)}"
             )
-        saved.append(_Saved(name, value.dtype, shape, partial(_whole, value)))
+        saved.append(_Saved(name, value.dtype, shape, partial(whole_tensor, value)))
     _check_complete(saved, needed, source)
     return sorted(saved, key=lambda each: (each.owner or (-1, 0), each.name))
 
@@ -281,12 +282,6 @@ def _all_experts(local: Tensor, layer: Any, transposed: bool, part: int, parts: 
 
 def _chunk_of_expert(local: Tensor, index: int, part: int, parts: int) -> Tensor:
     return local[index].chunk(parts)[part]
-
-
-def _whole(value: Any) -> Tensor:
-    """A tensor that FSDP may have sharded."""
-    whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return whole
 
 
 def _name_in_block(key: str, prefix: str, stored: Stored, source: SafetensorsFolder) -> str:

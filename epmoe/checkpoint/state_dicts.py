@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from epmoe.checkpoint import folders
+from epmoe.checkpoint.whole import whole_tensor
 from epmoe.group.collective import all_ranks, naming, peers_of, together
 from epmoe.group.errors import EPStateError
 from epmoe.group.peers import Peers, run_uninterrupted
@@ -92,7 +93,8 @@ def full_state_dict(module: nn.Module, *, cpu_offload: bool = False) -> dict[str
             those of its replicas, too. Otherwise every rank gets them, on the device of its layer.
 
     Returns:
-        Tensors of experts are [E, …]. The others may share the memory of the module.
+        Tensors of experts are [E, …]. What this rank has whole shares the memory of the module, as
+        in torch's `state_dict()`: with one rank that is everything.
 
     Raises:
         ValueError: a parameter of a layer's experts has not a row for each of them; or nothing says
@@ -126,7 +128,7 @@ def _gather_all(
             of_all = gather(value.local, *named.rows[id(value)], cpu_offload=cpu_offload)
         elif hasattr(value, "full_tensor"):
             with peers.waiting():
-                of_all = value.full_tensor()
+                of_all = whole_tensor(value)
         if on_cpu and isinstance(of_all, Tensor):
             of_all = of_all.cpu()
         state[key] = of_all

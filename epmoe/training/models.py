@@ -207,20 +207,33 @@ def fully_shard(module: nn.Module, **options: Any) -> nn.Module:
     ranks = dist.get_process_group_ranks(None) if mesh is None else _ranks_of(mesh)
     _average(module, ranks)
     ignored = {value for value in module.parameters() if is_spread(value)}
-    options["ignored_params"] = ignored | set(options.get("ignored_params") or ())
+    ignored.update(options.get("ignored_params") or ())
+    options["ignored_params"] = ignored
 
-    # Layers with a router first, each by itself and uncast. Their children, such as shared experts,
-    # are cast as the policy says. The list is made before any of them changes.
+    # Layers with a router first, each by itself and uncast: FSDP wants one dtype. Their children,
+    # such as shared experts, are cast as the policy says. The list is made before any of them
+    # changes.
     policy = options.get("mp_policy")
+    is_mixed = len({value.dtype for value in module.parameters() if value not in ignored}) > 1
     with_router = [owner for owner in module.modules() if hasattr(owner, "router_weight")]
     for owner in with_router:
-        if owner is module or policy is None or isinstance(owner, FSDPModule):
+        if isinstance(owner, FSDPModule):
             continue
+        children = list[nn.Module]()
+        dtypes = {value.dtype for value in owner.parameters(recurse=False)}
         for child in owner.children():
-            if any(parameter not in ignored for parameter in child.parameters()):
+            sharded = [value for value in child.parameters() if value not in ignored]
+            if sharded and not isinstance(child, FSDPModule):
+                children.append(child)
+                dtypes.update(value.dtype for value in sharded)
+        is_within = owner is not module
+        if len(dtypes) > 1 or (is_within and policy is not None):
+            for child in children:
                 shard(child, **options)
-        uncast = MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
-        shard(owner, **options | {"mp_policy": uncast})
+        if is_within and (policy is not None or is_mixed):
+            reduce_dtype = None if policy is None else policy.reduce_dtype
+            uncast = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+            shard(owner, **options | {"mp_policy": uncast})
 
     # All the rest.
     shard(module, **options)

@@ -16,11 +16,12 @@ from exchanges import make_config
 from helpers import randn, slow
 from interrupted_steps import FILES, of_all, settled_steps
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from waits import LONG_S
 
 from epmoe import EPStateError, ExpertParallel, MoELayer, checkpoint
-from epmoe.checkpoint import folders, state_dicts
+from epmoe.checkpoint import folders, state_dicts, whole
 from epmoe.local.spread import is_spread, local_view
 from epmoe.local.weight_formats import take_rows
 from epmoe.native.arguments import MXFP4
@@ -514,3 +515,15 @@ def test_experts_of_another_placement_and_a_closed_group_are_refused(ep_over, si
     ep.close()
     with pytest.raises(EPStateError, match="closed"):
         layer.full_state_dict()
+
+
+@pytest.mark.parametrize("shape", [(-1,), (1, -1), (-1, 1)])
+def test_whole_tensors_by_cpus(size, shape):
+    """The way of DTensors on GPUs whose groups have gloo alone."""
+    mesh = init_device_mesh("cpu", tuple(size if n < 0 else n for n in shape))
+    placements = [Replicate()] * (len(shape) - 1) + [Shard(0)]
+    values = randn(2 * size + 1, 3)
+    parts = distribute_tensor(values, mesh, placements)
+    assert torch.equal(whole._by_cpu(parts), values)
+    assert torch.equal(whole.whole_tensor(parts), values)
+    assert whole.whole_tensor(values) is values

@@ -13,7 +13,7 @@ from random import Random
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import assert_close, randn
+from helpers import alone, assert_close, randn
 from tool_models import D, E, K, Model, tokens, train_alone, whole
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -102,6 +102,40 @@ def test_operations_in_place_on_the_y_of_a_sharded_layer(make_ep, shape):
         add(layer(x), x).square().mean().backward()
         found.append([x.grad, *(local_view(value.grad).clone() for value in layer.parameters())])
     assert all(torch.equal(*both) for both in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("is_spread_over_ranks", [True, False])
+@pytest.mark.parametrize("within", [True, False])
+def test_experts_of_another_dtype_than_the_router(make_ep, device, is_spread_over_ranks, within):
+    """FSDP wants one dtype of what it shards together. It shards experts of one rank, too."""
+    if is_spread_over_ranks:
+        ep = make_ep(experts=E, top_k=K, hidden=D, max_tokens=6, dtype="bfloat16", timeout_s=20.0)
+    else:
+        of_one, _ = dist.new_subgroups(1)
+        ep = ExpertParallel(alone(E, K, D, "bfloat16", 6), of_one, device=device)
+    weights = (
+        randn(E, D, seed=1),
+        randn(E, 2 * D, D, seed=2, dtype=torch.bfloat16) / D**0.5,
+        randn(E, D, D, seed=3, dtype=torch.bfloat16) / D**0.5,
+    )
+    plain = MoELayer.from_full(ep, *weights)
+    layer = MoELayer.from_full(ep, *weights)
+    if within:
+        linear = torch.nn.Linear(D, D, dtype=torch.bfloat16, device=device)
+        fully_shard(torch.nn.Sequential(layer, linear))
+    else:
+        fully_shard(layer)
+    # Ranks bring the same tokens, so that averages over ranks are the gradients of each.
+    x_TD = randn(6, D, seed=1, dtype=torch.bfloat16).to(device)
+    want = plain(x_TD)
+    got = layer(x_TD)
+    assert torch.equal(got, want)
+    want.float().square().mean().backward()
+    got.float().square().mean().backward()
+    router = layer.router_weight.grad
+    assert_close(router.full_tensor(), plain.router_weight.grad, slack=4)
+    if not is_spread_over_ranks:
+        ep.close()
 
 
 class CallsItself(torch.nn.Module):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import logging
 import os
 import weakref
 from collections.abc import Callable
@@ -32,7 +33,13 @@ from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import CLOSED
 from epmoe.group.checks import check_size, config_of, device_of, group_of
-from epmoe.group.errors import EPOpenError, EPResumeError, EPStateError, EPTimeoutError
+from epmoe.group.errors import (
+    EPOpenError,
+    EPRefusedError,
+    EPResumeError,
+    EPStateError,
+    EPTimeoutError,
+)
 from epmoe.group.join import Agreement, JoinRequest, opening
 from epmoe.group.member import Follower
 from epmoe.group.peers import Peers
@@ -57,6 +64,10 @@ from epmoe.native.layouts import constant
 from epmoe.rail.opening import addresses_on, load, open_exchange, prepare
 
 _Result = TypeVar("_Result")
+# Ranks that leave try so often to move their experts to the others.
+_HAND_OVERS = 2
+
+_log = logging.getLogger("epmoe")
 
 
 class _Sleep(NamedTuple):
@@ -1398,8 +1409,8 @@ def resize(
     them meanwhile. With `placement.live` their slots are empty, and `Balancer` or `ep.replace`
     fills them. To shrink, the ranks from `size` on leave. With `placement.live` moves that are
     under way end first, and experts whose copies all leave move to the ranks that stay. Where these
-    have too few slots for all experts, a rank dies, or the ranks sleep, `load_weights` gets the
-    moves instead.
+    have too few slots for all experts, a rank dies or refuses the moves, or the ranks sleep,
+    `load_weights` gets the moves instead.
 
     Args:
         ep: the ExpertParallel that is to have another size.
@@ -1445,26 +1456,57 @@ def _hand_over(
     # Others may have come further after a timeout: the group changes all the same.
     with suppress(EPTimeoutError):
         # Moves that are under way end first.
+        _end_moves(ep, balancer)
+
+        # A call of `replace` that a signal handler has ended on one rank is refused on all, and
+        # that rank calls `resize` again.
+        refusals: list[EPRefusedError] = []
+        while len(refusals) < _HAND_OVERS:
+            slots = _handed_over(ep, size)
+            if slots is None:
+                return
+            ep.replace(slots, weights)
+            refusals += _end_moves(ep, None)
+        _log.warning("resize: experts are loaded, since they could not move: %s", refusals[-1])
+
+
+def _end_moves(ep: ExpertParallel, balancer: Balancer | None) -> list[EPRefusedError]:
+    """Wait for the end of all moves. Returns why they were refused, if they were: nothing has moved
+    then.
+    """
+    refusals = []
+    try:
         if balancer is None:
             ep.apply()
         else:
             balancer.finish()
-
-        slots = ep.slots
-        S = ep.num_local_experts
-        if size * S < ep.config.model.num_experts:
-            return
-
-        # Experts stay in the slots of the ranks that stay; those without one get free slots.
-        layers = slots.tolist()
-        stay = []
-        for rank in range(size):
-            own = slice(rank * S, (rank + 1) * S)
-            stay.append([layer[own] for layer in layers])
-        slots.fill_(EMPTY)
-        slots[:, : size * S] = torch.tensor(keep_slots(ep.config, stay, spread_lost=True))
-        ep.replace(slots, weights)
+    except EPRefusedError as error:
+        refusals.append(error)
         ep.apply()
+    return refusals
+
+
+def _handed_over(ep: ExpertParallel, size: int) -> Tensor | None:
+    """[layers, P]: the table in which ranks below `size` hold all experts; None where they do
+    already, or have too few slots.
+    """
+    slots = ep.slots
+    S = ep.num_local_experts
+    if size * S < ep.config.model.num_experts:
+        return None
+
+    # Experts stay in the slots of the ranks that stay; those without one get free slots.
+    layers = slots.tolist()
+    stay = []
+    for rank in range(size):
+        own = slice(rank * S, (rank + 1) * S)
+        stay.append([layer[own] for layer in layers])
+    kept = torch.tensor(keep_slots(ep.config, stay, spread_lost=True), dtype=slots.dtype)
+    if torch.equal(kept, slots[:, : size * S]):
+        return None
+    slots.fill_(EMPTY)
+    slots[:, : size * S] = kept
+    return slots
 
 
 _open: WeakSet[ExpertParallel] = WeakSet()

@@ -6,6 +6,7 @@ Ranks have the weights of their experts as rows, which multiply tokens. Experts 
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import time
@@ -32,24 +33,32 @@ from epmoe import Move, Placement
 from epmoe.group.board import Board, Meeting
 from epmoe.group.peers import Peers
 from epmoe.group.store import OutlivingStore
+from epmoe.live.experts import LiveExperts
 from epmoe.live.layout import EMPTY
 
 EXPERTS = 8  # that stay
 E, L, S = 4, 2, 3  # experts, layers, and slots of a rank, of experts that move
 FORM_S = 60.0  # the deadline of a process group
+ANSWER_S = 240.0  # a process that takes longer hangs
+STACKS_S = 1.0  # to write the stacks of a process, whose end nobody is told
+BEGUN = "begun"
+"""The first answer of a process."""
 
 
 class Host:
     """Processes by number, of which each runs one function at a time: `function(state,
-    *arguments)`.
+    *arguments)`. None may take longer than `answer_s` to answer.
     """
 
-    def __init__(self, folder: Path, device: torch.device):
+    def __init__(self, folder: Path, device: torch.device, answer_s: float = ANSWER_S):
         self.folder = folder
         self.device = device
+        self.answer_s = answer_s
         self.processes = {}
         self.pipes = {}
         self.groups = self.arrivals = 0
+        # Processes that have not given their first answer yet.
+        self._beginning = set[int]()
 
     def __enter__(self) -> Self:
         return self
@@ -66,18 +75,44 @@ class Host:
         for name in names:
             self.pipes[name], theirs = context.Pipe()
             self.processes[name] = context.Process(
-                target=_serve, args=(name, self.device, theirs), daemon=True
+                target=_serve,
+                args=(name, self.device, theirs, self._stacks_of(name)),
+                daemon=True,
             )
             self.processes[name].start()
+            self._beginning.add(name)
             theirs.close()
 
     def start(self, names: list[int], function: Callable, *arguments: object) -> None:
+        # A new process may take long to begin: that is no part of what it is asked for.
+        for name in names:
+            if name in self._beginning:
+                assert self.results([name]) == [BEGUN]
+                self._beginning.remove(name)
         for name in names:
             self.pipes[name].send((function, arguments))
 
-    def results(self, names: list[int], timeout_s: float = 240.0) -> list:
-        assert all(self.pipes[name].poll(timeout_s) for name in names), "a rank does not answer"
+    def results(self, names: list[int]) -> list:
+        deadline = time.monotonic() + self.answer_s
+        for name in names:
+            if not self.pipes[name].poll(max(0.0, deadline - time.monotonic())):
+                raise self.hang(f"process {name} does not answer")
         return [self.pipes[name].recv() for name in names]
+
+    def hang(self, what: str) -> AssertionError:
+        """The error of a wait that was in vain. It prints where every process is."""
+        asked = []
+        for name, process in self.processes.items():
+            if process.is_alive() and name not in self._beginning:
+                self.signal(name, signal.SIGUSR1)
+                asked.append(name)
+        time.sleep(STACKS_S)
+        stacks = [f"Process {name} is at\n{self._stacks_of(name).read_text()}" for name in asked]
+        print("\n".join(stacks), flush=True)
+        return AssertionError(f"{what}; the stacks of all are above")
+
+    def _stacks_of(self, name: int) -> Path:
+        return self.folder / f"stacks-{name}"
 
     def answers(self, names: list[int]) -> list:
         """The `results`. Raises AssertionError with the exception of a rank."""
@@ -152,7 +187,10 @@ class Host:
         os.kill(self.processes[name].pid, number)
 
 
-def _serve(name: int, device: torch.device, pipe) -> None:
+def _serve(name: int, device: torch.device, pipe, stacks: Path) -> None:
+    # A process that hangs is asked where, see `Host.hang`.
+    faulthandler.register(signal.SIGUSR1, file=stacks.open("w"))
+    pipe.send(BEGUN)
     torch.set_num_threads(1)
     if device.type == "cuda":
         torch.cuda.set_device(name % torch.cuda.device_count())
@@ -458,6 +496,7 @@ def mapped_windows() -> int:
 
 
 STEPS = {
+    "hands over": (LiveExperts, "_begin"),
     "decides": (epmoe.group.recovery, "_meet"),
     "connects": (dist, "init_process_group"),
     "checks": (epmoe.service, "check_size"),

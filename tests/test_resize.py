@@ -12,6 +12,7 @@ from pathlib import Path
 
 import host as ranks
 import pytest
+import torch
 import torch.distributed as dist
 from helpers import slow
 from test_outlive import is_valid
@@ -208,6 +209,28 @@ def test_a_signal_handler_raises(host, where, moves):
     host.start([0, 2], ranks.resize, host.folder, 2)
     assert [one is False for one in host.answers(names)] == [False, False, True]
     assert time.monotonic() - begin < SOON_S
+    host.play(names[:2])
+
+
+def put_on_the_last_rank(state) -> None:
+    """The last expert of each layer is there only."""
+    slots = state.ep.slots
+    first = torch.arange(ranks.S).repeat(state.ep.size)
+    first[-ranks.S :] = torch.tensor([ranks.E - 1, *[ranks.EMPTY] * (ranks.S - 1)])
+    slots[:] = first
+    state.ep.replace(slots, partial(ranks.weights, state))
+    state.ep.apply()
+
+
+@pytest.mark.parametrize("leaves", [False, slow(True)])
+def test_a_signal_handler_raises_in_a_hand_over(host, leaves):
+    """The call of `replace` is refused on all ranks, and done again once this rank calls again."""
+    names = host.begin(ranks.moving(3))
+    host.succeed(names, put_on_the_last_rank)
+    rank = 2 if leaves else 1
+    host.start([rank], resize_twice, host.folder, "hands over")
+    host.start([name for name in names if name != rank], ranks.resize, host.folder, 2)
+    assert host.answers(names) == [[], [], False]
     host.play(names[:2])
 
 

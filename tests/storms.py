@@ -1,25 +1,32 @@
 """Many storms side by side, each in processes of its own; docs/testing.md tells more.
 
 python tests/storms.py --storms 16 --steps 1300
+python tests/storms.py --storms 8 --seconds 480
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 PATHS = [str(TESTS.parent), str(TESTS), str(TESTS / "distributed")]
 sys.path[:0] = PATHS
 ACT_STEPS = 60
+STEPS = 200
+"""Of a storm, where nobody says how long it lasts."""
 MOST_FAULTS = 20
+ANSWER_S = 60.0
+"""A process that takes longer hangs."""
 
 
-def run_one(seed: int, steps: int, ranks: int, first: int, kinds: list[str], each: bool) -> int:
+def run_one(given: argparse.Namespace) -> int:
     """A storm of this process. Returns 1 where anything was wrong."""
     import torch
     from host import Host
@@ -27,9 +34,18 @@ def run_one(seed: int, steps: int, ranks: int, first: int, kinds: list[str], eac
     from storm.kinds import KINDS
 
     torch.set_num_threads(1)
+    seed = given.seed
+    kinds = given.kinds.split(",")
+    steps = given.steps
+    if steps is None:
+        steps = STEPS if given.seconds is None else sys.maxsize
+    deadline = math.inf if given.seconds is None else time.monotonic() + given.seconds
+
     totals = Totals()
-    act = first
+    act = given.act
     while totals.counts["steps"] < steps and len(totals.faults) < MOST_FAULTS:
+        if time.monotonic() > deadline:
+            break
         kind = KINDS[kinds[act % len(kinds)]]
         before = totals.counts["steps"]
         length = min(ACT_STEPS, steps - before)
@@ -38,16 +54,16 @@ def run_one(seed: int, steps: int, ranks: int, first: int, kinds: list[str], eac
         memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
         with (
             tempfile.TemporaryDirectory(dir=memory, ignore_cleanup_errors=True) as folder,
-            Host(Path(folder), torch.device("cpu")) as host,
+            Host(Path(folder), torch.device("cpu"), ANSWER_S) as host,
         ):
             try:
-                kind(host, f"{seed}/{act}", totals, ranks).run(length)
+                kind(host, f"{seed}/{act}", totals, given.ranks).run(length)
             except Exception as error:
                 step = totals.counts["steps"] - before
                 fault = f"FAULT in {name}, step {step}: {type(error).__name__}: {error}"
                 totals.faults.append(fault)
                 print(fault, flush=True)
-        if each:
+        if given.each:
             print(f"storm {seed}, behind act {act}: {totals}", flush=True)
         act += 1
     print(f"storm {seed}: {totals}", flush=True)
@@ -73,7 +89,8 @@ def run_many(count: int, first_seed: int, options: list[str]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--storms", type=int, default=1, help="how many, side by side")
-    parser.add_argument("--steps", type=int, default=200, help="of each storm")
+    parser.add_argument("--steps", type=int, help="of each storm")
+    parser.add_argument("--seconds", type=float, help="a storm ends with the act behind so many")
     parser.add_argument("--ranks", type=int, default=3, help="the most ranks of a group")
     parser.add_argument("--seed", type=int, default=0, help="of the first storm")
     parser.add_argument("--act", type=int, default=0, help="the first act, to see a fault again")
@@ -82,15 +99,13 @@ def main() -> int:
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
-        kinds = given.kinds.split(",")
-        return run_one(given.seed, given.steps, given.ranks, given.act, kinds, given.each)
-    options = [
-        word
-        for name in ("steps", "ranks", "act", "kinds")
-        for word in (f"--{name}", str(getattr(given, name)))
-    ]
-    if given.each:
-        options.append("--each")
+        return run_one(given)
+    # What was said of these storms is said to each.
+    options = ["--each"] if given.each else []
+    for name in ("steps", "seconds", "ranks", "act", "kinds"):
+        value = getattr(given, name)
+        if value is not None:
+            options += [f"--{name}", str(value)]
     return run_many(given.storms, given.seed, options)
 
 

@@ -22,6 +22,7 @@ from storm.calls import (
     form,
     of_regroup,
     of_resize,
+    of_sleep,
     of_step,
     of_wake,
 )
@@ -31,8 +32,8 @@ from epmoe.group.store import OutlivingStore
 
 SIGNALLED = 0.4
 """So often a signal comes into a call that may have one."""
-ANSWER_S = 60.0
-"""A rank that takes longer hangs."""
+COMES_S = 2.0
+"""Behind the others, a new rank that is in their group has its weights."""
 LATEST = 1.2
 """Of the usual time of a call: the last moment of a signal, which comes too late then."""
 
@@ -182,10 +183,6 @@ class Act:
         return self.outcomes(what, living)
 
     def outcomes(self, what: str, names: list[int]) -> dict[int, Outcome]:
-        for name in names:
-            if not self.host.pipes[name].poll(ANSWER_S):
-                self.host.signal(name, signal.SIGUSR1)
-                raise AssertionError(f"{what}: process {name} hangs, and says where above")
         outcomes = dict(zip(names, self.host.results(names), strict=True))
         for name, outcome in outcomes.items():
             assert isinstance(outcome, Outcome), f"{what} on rank {name}: {outcome}"
@@ -206,6 +203,10 @@ class Act:
         if not outcome.hit and outcome.ended == WHOLE:
             usual_s = self._usual_s.get(what, outcome.seconds)
             self._usual_s[what] = 0.8 * usual_s + 0.2 * outcome.seconds
+
+    def fall_asleep(self, sleep: Callable, *rest: object) -> None:
+        """All ranks sleep, also where a signal comes."""
+        self.by_each(sleep, *rest, again=of_sleep)
 
     def wake(self) -> None:
         outcomes = self.all_call(self.calls.wake, again=of_wake)
@@ -280,8 +281,11 @@ class Act:
         self.totals.counts["signals"] += signalled
         outcomes = self.outcomes("resize", self.names)
         sizes = {outcome.size for outcome in outcomes.values() if outcome.ended == WHOLE}
-        came = [name for name in new if self.host.pipes[name].poll(1.0)]
-        for name in set(new) - set(came):
+        came = [name for name in new if self.host.pipes[name].poll(COMES_S)]
+        absent = set(new) - set(came)
+        if absent and not signalled:
+            raise self.host.hang(f"new processes {absent} are not in the group of the others")
+        for name in absent:
             self.end(name)
         joined = self.outcomes("join", came)
         whole = all_whole(outcomes) and all_whole(joined) and sizes == {len(self.names) + len(came)}
@@ -314,6 +318,14 @@ class Act:
             assert all_whole(outcomes), f"{function.__name__} again: {ended(outcomes)}"
         return [outcome.value for outcome in outcomes.values()]
 
+    def by_each(self, function: Callable, *rest: object, again: Callable) -> None:
+        """A step that each rank does by itself: a rank into which a signal comes calls again until
+        it has done it.
+        """
+        outcomes = self.all_call(function, *rest, again=again)
+        bad = [one.ended for one in outcomes.values() if one.ended != WHOLE and not one.hit]
+        assert not bad, f"{function.__name__}: {ended(outcomes)}"
+
     def form(self, names: list[int]) -> None:
         """A process group over a folder, which outlives each of its ranks."""
         self.host.succeed(names, form, self.host.folder / f"group-{names[0]}", names)
@@ -331,9 +343,7 @@ class Act:
             gone = [name for name in new if self.host.pipes[name].poll(0)]
             assert not gone, f"new ranks do not wait: {self.host.results(gone)}"
             if time.monotonic() > deadline:
-                for name in new:
-                    self.host.signal(name, signal.SIGUSR1)
-                raise AssertionError("a new rank does not arrive, and says where it is above")
+                raise self.host.hang(f"one of the new processes {new} does not arrive")
             time.sleep(0.005)
 
     def kill(self, name: int, number: int = signal.SIGKILL) -> None:

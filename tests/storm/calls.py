@@ -4,7 +4,6 @@ may raise at a drawn moment, and tells what has become of it.
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import signal
 import time
@@ -109,8 +108,6 @@ def prepare(state) -> None:
     if not hasattr(state, "begun"):
         state.begun = Begun()
         logging.getLogger("epmoe").setLevel(logging.ERROR)
-        # A rank that hangs is asked where.
-        faulthandler.register(signal.SIGUSR1)
 
 
 def call(
@@ -183,6 +180,16 @@ def of_resize(size: int, state, before: int | None, error: BaseException) -> boo
 def is_closed(state) -> bool:
     ep = state.ep
     return ep is None or not ep.asleep and ep._exchange is None
+
+
+def of_own(state, before: int | None, error: BaseException) -> bool:
+    """For what each rank does by itself, and does to its end: it calls again."""
+    return is_signal(error)
+
+
+def of_sleep(state, before: int | None, error: BaseException) -> bool:
+    """For `sleep`: while this rank is awake."""
+    return is_signal(error) and not state.ep.asleep
 
 
 def of_wake(state, before: int | None, error: BaseException) -> bool:

@@ -6,15 +6,17 @@ nothing and are told.
 from __future__ import annotations
 
 import signal
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import host as ranks
 from host import E, L, S
 from slot_tables import draw_slots
 from storm.acts import Act, GroupCalls, all_whole, ended
-from storm.calls import Outcome, of_regroup
+from storm.calls import Outcome, of_own, of_regroup
+
+import epmoe
 
 ROUND_S = 3.0
 STEP_S = 10.0
@@ -33,7 +35,7 @@ def recover(state, board: Path) -> None:
 
 def resize(state, board: Path, size: int) -> bool:
     """Returns whether this rank stays."""
-    return ranks.resize(state, board, size, wait_s=3.0) is not False
+    return ranks.resize(state, board, size, wait_s=3.0, balanced=True) is not False
 
 
 def join(state, board: Path) -> None:
@@ -52,13 +54,33 @@ def sleep(state) -> None:
     ranks.sleep(state)
 
 
-def move(state, seed: int, polls: int) -> None:
-    """Experts begin to move, and get no further until a later step."""
+def tick(state, ticks: int) -> None:
+    """The balancer looks, and may plan and move, also while other moves are under way."""
+    for _ in range(ticks):
+        with suppress(epmoe.EPRefusedError):
+            state.balancer.tick()
+
+
+def finish(state) -> tuple[int, list[list[int]]]:
+    """All moves end. Returns how often `replace` was called in this group, and the table."""
+    with suppress(epmoe.EPRefusedError):
+        state.balancer.finish()
+    state.ep.apply()
+    return state.ep.live.calls, state.ep.slots.tolist()
+
+
+def move(state, number: int, seed: int, polls: int) -> None:
+    """Experts begin to move by call `number` of `replace`, and get no further until a later step.
+
+    A call that a signal has ended may count: the plan is dropped by all ranks then.
+    """
     ep = state.ep
-    ep.apply()
-    ep.replace(draw_slots(seed, L, E, ep.size, ep.num_local_experts), partial(ranks.weights, state))
+    if ep.live.calls < number:
+        slots = draw_slots(seed, L, E, ep.size, ep.num_local_experts)
+        ep.replace(slots, partial(ranks.weights, state))
     for _ in range(polls):
-        ep.poll()
+        with suppress(epmoe.EPRefusedError):
+            ep.poll()
 
 
 def play_on(state) -> None:
@@ -141,7 +163,7 @@ class Moving(Act):
         assert all(end.startswith("EPTimeoutError") for end in ends), f"behind a death: {ends}"
 
     def sleep(self) -> None:
-        self.together(sleep, signalled=False)
+        self.fall_asleep(sleep)
         awakes = [Moving.wake, Moving.die_asleep, Moving.resize]
         self.draw.choices(awakes, [6, 1, 1])[0](self)
 
@@ -150,9 +172,17 @@ class Moving(Act):
             self.kill(self.draw.choice(self.names))
         self.recover()
 
+    def tick(self) -> None:
+        self.by_each(tick, self.draw.randint(1, 12), again=of_own)
+
     def move(self) -> None:
-        arguments: list[Any] = [self.draw.randrange(1000), self.draw.randrange(8)]
-        self.together(move, *arguments, signalled=False)
+        outcomes = self.all_call(finish, signalled=False)
+        assert all_whole(outcomes), f"moves do not end: {ended(outcomes)}"
+        (calls, table), *others = [outcome.value for outcome in outcomes.values()]
+        assert all(other == (calls, table) for other in others), f"{others} beside {calls, table}"
+        assert all(set(range(E)) <= set(layer) for layer in table), f"an expert is lost: {table}"
+        seed = self.draw.randrange(1000)
+        self.by_each(move, calls + 1, seed, self.draw.randrange(8), again=of_own)
 
 
 Moving.steps = {
@@ -161,5 +191,6 @@ Moving.steps = {
     Moving.recover: 3,
     Moving.sleep: 4,
     Moving.move: 6,
+    Moving.tick: 6,
     Moving.stop: 0.2,
 }

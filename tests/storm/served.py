@@ -465,7 +465,7 @@ class Served(Act):
             self.adapters[number] = seed
 
     def sleep(self) -> None:
-        self.together(sleep, self.draw.random() < 0.7, signalled=False)
+        self.fall_asleep(sleep, self.draw.random() < 0.7)
         step = self.draw.choices([Served.wake, Served.die, Served.resize], [6, 1, 1])[0]
         step(self)
 

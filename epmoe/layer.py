@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, NamedTuple, NoReturn, Self
 
 import torch
 import torch.nn.functional as F
@@ -132,9 +132,9 @@ class MoELayer(nn.Module):
                 "`experts` must be callable on (rows, expert_offsets, scales), got "
                 f"{describe(experts)}"
             )
-        ours = experts if isinstance(experts, GroupedExperts) else None
-        if ours is not None:
-            _check_experts(ep, ours, router_weight)
+        grouped = experts if isinstance(experts, GroupedExperts) else None
+        if grouped is not None:
+            _check_experts(ep, grouped, router_weight)
         if shared is not None and not callable(shared):
             raise TypeError(f"`shared` must be callable on x [T, D], got {describe(shared)}")
         if exchange is not None and not isinstance(exchange, TrainingExchange):
@@ -143,55 +143,70 @@ class MoELayer(nn.Module):
             )
         if exchange is not None and exchange.ep is not ep:
             raise ValueError("`exchange` must be over `ep`")
-        held = None if adapters is None else _adapters_of(ep, experts, adapters, adapter_rank)
-        if held is not None and exchange is not None:
-            raise ValueError("`exchange` must be unset with `adapters`")
+        adapter_room = None
+        if adapters is not None:
+            adapter_room = _adapter_room(ep, experts, adapters, adapter_rank)
+            if exchange is not None:
+                raise ValueError("`exchange` must be unset with `adapters`")
+
         super().__init__()
-        self._invariant = ours is not None and ours.batch_invariant  # so is the router's product
+        # The router's product is batch invariant if the experts are.
+        self._invariant = grouped is not None and grouped.batch_invariant
         self.ep = ep
         self.experts = experts
-        self.adapters = held
+        self.adapters = adapter_room
         self.shared = shared
         self.num_rows = num_rows
         self._on_input = ep.config.experts.weights_on_input
         self.recorders: list[Callable[[Routes], object]] = []
         """Are called with the `Routes` of each call, before dispatch."""
         self.contexts = 0
-        """How many `replay` and `adapters_of` give this layer something, or gave it in a graph that
-        still lives.
+        """How many contexts of `replay` and `adapters_of` this layer is in, with those that a graph
+        keeps alive.
         """
         self._jitter = ep.config.routing.jitter_noise
         self._routing = ep.config.routing.options | {"top_k": ep.config.model.num_experts_per_tok}
         self._hidden_size = ep.config.model.hidden_size
-        self._router: whole_layer.Router | None = None  # of a call that is one node of autograd
-        self._exchange, self._why_no_gradients = exchange, _ADAPTERS_ONLY_SERVE
-        if exchange is None and held is None:
+        # For calls that are one node of autograd.
+        self._router: whole_layer.Router | None = None
+
+        # Make the exchange of calls with gradients, or keep the reason why there can be none.
+        self._exchange = exchange
+        self._why_no_gradients = _ADAPTERS_ONLY_SERVE
+        if exchange is None and adapter_room is None:
             try:
                 self._exchange = TrainingExchange(ep)
             except ValueError as error:
                 self._why_no_gradients = str(error)
-        if held is None and ours is not None and _can_train(ep, ours):
-            spread(ours, ep)
-        elif ours is None and (trained := unspread(ep, experts)):
-            raise ValueError(
-                f"`experts` must be spread, since `{trained[0]}` requires grad: "
-                "`epmoe.training.spread(experts, ep)` tells torch's tools that ranks have "
-                "different experts"
-            )
+
+        # Experts that train are spread over the ranks.
+        if grouped is None:
+            trained = unspread(ep, experts)
+            if trained:
+                raise ValueError(
+                    f"`experts` must be spread, since `{trained[0]}` requires grad: "
+                    "`epmoe.training.spread(experts, ep)` tells torch's tools that ranks have "
+                    "different experts"
+                )
+        elif adapter_room is None and _can_train(ep, grouped):
+            spread(grouped, ep)
+
+        # The dtypes of x, for experts that do not say theirs.
         widest = ep.config.model.torch_dtype
-        self._dtypes_of_config = [
-            widest,
-            *(dtype for dtype in FLOATS if dtype.itemsize < widest.itemsize),
-        ]
-        self._dtype: torch.dtype | None = (
-            None  # of x in the last call, where the experts do not say
-        )
+        narrower = [dtype for dtype in FLOATS if dtype.itemsize < widest.itemsize]
+        self._dtypes_of_config = [widest, *narrower]
+        # That of the last call.
+        self._dtype: torch.dtype | None = None
+
+        # Parameters and buffers.
         self._router_dtype = router_weight.dtype
         self.router_weight = parameter(router_weight)
         self.register_buffer("bias", None if bias is None else bias.float())
         self.register_buffer("order", ep.order, persistent=False)
         self.register_parameter("logit_bias", None if logit_bias is None else parameter(logit_bias))
-        if held is not None or ours is not None and ours.is_quantized:  # which serve only
+        is_quantized = grouped is not None and grouped.is_quantized
+        if adapter_room is not None or is_quantized:
+            # Such a layer only serves.
             self.requires_grad_(False)
         self.layer_id = opaque.register(self, layer_id)
         self.tag = ep.new_tag(None if layer_id is None else layer_id & constant("kMaxTag"), self)
@@ -206,8 +221,8 @@ class MoELayer(nn.Module):
         w_down: Tensor,
         **options: Any,
     ) -> Self:
-        """A layer from the weights of all E logical experts, of which it copies this rank's to the
-        device of `ep`.
+        """Make a layer from the weights of all E logical experts. It copies those of this rank to
+        the device of `ep`.
 
         Arguments and errors are those of `MoELayer` and `GroupedExperts`; tensors may be on any
         device. `router_weight` is [E, D], `w_gate_up` [E, 2F, D] and `w_down` [E, D, F]. These two,
@@ -216,19 +231,22 @@ class MoELayer(nn.Module):
         placement, with copies.
         """
         E = ep.placement.num_experts
-        of_layer = {
-            name: _on(ep.device, value) for name, value in _taken_for_layer(options).items()
+        layer_options = {
+            name: _on(ep.device, value) for name, value in _pop_layer_options(options).items()
         }
-        held = _held(ep, of_layer.get("layer_id"))
-        full = {"w_gate_up": w_gate_up, "w_down": w_down} | ep.config.experts.options | options
-        for name, value in full.items():
-            if isinstance(value, Tensor):
-                if value.shape[:1] != (E,):
-                    raise ValueError(
-                        f"`{name}` must have a row for each of {E} experts, got {list(value.shape)}"
-                    )
-                full[name] = take_rows(value, held).to(ep.device)
-        return cls(ep, _on(ep.device, router_weight), GroupedExperts(**full), **of_layer)
+        local_experts = _experts_to_load(ep, layer_options.get("layer_id"))
+
+        # Of each tensor with a row for each expert, take the rows of this rank's.
+        weights = {"w_gate_up": w_gate_up, "w_down": w_down} | ep.config.experts.options | options
+        for name, value in weights.items():
+            if not isinstance(value, Tensor):
+                continue
+            if value.shape[:1] != (E,):
+                raise ValueError(
+                    f"`{name}` must have a row for each of {E} experts, got {list(value.shape)}"
+                )
+            weights[name] = take_rows(value, local_experts).to(ep.device)
+        return cls(ep, _on(ep.device, router_weight), GroupedExperts(**weights), **layer_options)
 
     @classmethod
     def from_safetensors(
@@ -241,8 +259,8 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> Self:
-        """A layer from a Hugging Face checkpoint, of which this rank reads the router and its own
-        experts only.
+        """Make a layer from a Hugging Face checkpoint. This rank reads the router and only its own
+        experts.
 
         Shared experts are not read: load their module as the model does, and give it as `shared`. A
         layer that trains needs a `dtype` where the checkpoint has fp8 or MXFP4 experts. Errors are
@@ -265,9 +283,9 @@ class MoELayer(nn.Module):
             name: _on(ep.device, value)
             for name, value in folder.router(block, _gate_bias(ep.config)).items()
         }
-        # Whoever gives `bias` himself has read what the checkpoint has.
-        is_unsaid = router["bias"] is not None and not ep.config.routing.selection_bias
-        if is_unsaid and "bias" not in options:
+        # A caller who gives `bias` knows of the one in the checkpoint.
+        is_unexpected = router["bias"] is not None and not ep.config.routing.selection_bias
+        if is_unexpected and "bias" not in options:
             raise ValueError(
                 f"{folder.path}: the router of `{block}` has a bias of the choice, so the config "
                 "must say `routing: {selection_bias: true}`"
@@ -275,42 +293,38 @@ class MoELayer(nn.Module):
         for name in ("router_weight", "logit_bias"):
             if router_dtype is not None and router[name] is not None:
                 router[name] = router[name].to(router_dtype)
-        of_layer = _taken_for_layer(options)
-        held: dict[str, Any] = folder.experts(
-            block, _held(ep, of_layer.get("layer_id")), ep.device, dtype
-        )
-        return cls(
-            ep,
-            experts=GroupedExperts(**held | ep.config.experts.options | options),
-            **router | of_layer,
-        )
+        layer_options = _pop_layer_options(options)
+        local_experts = _experts_to_load(ep, layer_options.get("layer_id"))
+        weights: dict[str, Any] = folder.experts(block, local_experts, ep.device, dtype)
+        experts = GroupedExperts(**weights | ep.config.experts.options | options)
+        return cls(ep, experts=experts, **router | layer_options)
 
     def full_state_dict(self, *, cpu_offload: bool = False) -> dict[str, Any]:
         """`epmoe.checkpoint.full_state_dict` of this layer: all E logical experts. Collective."""
         return state_dicts.full_state_dict(self, cpu_offload=cpu_offload)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """`epmoe.checkpoint.load_full_state_dict` of this layer: takes this rank's experts of all
-        E.
+        """`epmoe.checkpoint.load_full_state_dict` of this layer: loads this rank's experts out of
+        all E.
         """
         state_dicts.load_full_state_dict(self, state_dict)
 
     def get_extra_state(self) -> Tensor:
-        """int32 [e], or [E] of DTensors, a part of `state_dict`: the logical experts that the state
-        dict holds.
+        """The logical experts that a state dict of this layer holds, a part of `state_dict`: int32
+        [e], or [E] if the experts are DTensors.
         """
-        return torch.tensor(self._held, dtype=torch.int32, device=self.router_weight.device)
+        return torch.tensor(self._held_experts, dtype=torch.int32, device=self.router_weight.device)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Raises ValueError where a state dict is loaded that holds other experts than those of
-        this rank.
+        """Check the experts of a state dict that is loaded. Raises ValueError if they are not those
+        of this rank.
         """
         if not state.is_meta:
-            state_dicts.check_held(state, self.ep, self._held)
+            state_dicts.check_held(state, self.ep, self._held_experts)
 
     @property
-    def _held(self) -> list[int]:
-        """The logical experts of the rows of the experts' parameters."""
+    def _held_experts(self) -> list[int]:
+        """The logical expert of each row of the experts' parameters."""
         if isinstance(self.experts, nn.Module) and any(map(is_spread, self.experts.parameters())):
             return list(range(self.ep.placement.num_experts))
         return self.ep.logical_experts(self.tag)
@@ -352,8 +366,8 @@ class MoELayer(nn.Module):
         )
 
     def put_adapter(self, number: int, adapter: LoRA | None) -> None:
-        """Make an adapter of your own, of all E logical experts and the same on all ranks, the one
-        with this number; None takes that away. Collective. Raises what `load_adapter` does, and
+        """Put an adapter of all E logical experts, the same on all ranks, in place of the one with
+        this number; None removes that one. Collective. Raises what `load_adapter` does, and
         TypeError for a factor that is no float tensor.
         """
         self._put_adapter(
@@ -367,49 +381,25 @@ class MoELayer(nn.Module):
         block: str,
         read: Callable[[tuple[int, int, int, int], bool], StoredAdapter],
     ) -> None:
+        """Read an adapter on all ranks, and put it into their room. `read` takes the sizes of the
+        experts, and whether gate and up are interleaved.
+        """
         adapters = self.adapters
         experts = self.experts
-        changes = False  # of this rank, which the others may not have
         peers = peers_of(self.ep)
-
-        def settled() -> None:
-            """All ranks have the adapter: what is raised behind it takes nothing away."""
-            nonlocal changes
-            changes = False
-
-        def put(room: ExpertAdapters, stored: StoredAdapter) -> None:
-            nonlocal changes
-            mine = room.checked(
-                number, stored.of([max(x, 0) for x in self.ep.logical_experts(self.tag)])
-            )
-            _check_same(
-                peers,
-                tag=self.tag,
-                number=number,
-                block=block,
-                adapters=room.count,
-                adapter_rank=room.rank,
-                digest=stored.digest,
-            )
-            changes = True
-            if stored.is_none:
-                room.clear_local(number)
-            else:
-                room.put_local(number, mine)
-
+        update = _AdapterUpdate(self, peers, number, block)
         try:
-            with naming(call, [self.ep]), peers.together(settled):
+            with naming(call, [self.ep]), peers.together(update.confirm):
                 if adapters is None or not isinstance(experts, GroupedExperts):
                     raise ValueError(
                         "`adapters` must be given to the layer, which has no room for any"
                     )
+                E = self.ep.config.model.num_experts
                 _, D, width = plain_shape(experts.w_down)
-                stored = read(
-                    (self.ep.config.model.num_experts, D, 2 * width, width), experts.interleaved
-                )
-                self.ep.exchange.run(partial(put, adapters, stored))
+                stored = read((E, D, 2 * width, width), experts.interleaved)
+                self.ep.exchange.run(partial(update.put, adapters, stored))
         except BaseException as error:
-            others_may_have_it = changes or isinstance(error, EPTimeoutError)
+            others_may_have_it = update.is_unconfirmed or isinstance(error, EPTimeoutError)
             if adapters is not None and others_may_have_it:
                 adapters.lose(number)
             raise
@@ -535,11 +525,18 @@ class MoELayer(nn.Module):
         num_tokens: int | Tensor | None,
         extra: Tensor | None = None,
     ) -> Tensor:
-        """The layer behind its router, without gradients: tokens [T, D] → y [T, D] in the dtype of
-        x. Collective.
+        """Run the layer behind its router, without gradients. Collective. Errors are those of
+        `forward`.
 
-        `routing` has logits [T, E] for `ExpertParallel.route` if `weights_TK` is None, otherwise
-        ids [T, K] with these weights [T, K]. Other arguments and errors are those of `forward`.
+        Args:
+            x_TD: tokens in the dtype of the experts.
+            routing: ids [T, K]; without `weights_TK`, logits [T, E] for `ExpertParallel.route`.
+            weights_TK: of the ids.
+            num_tokens: see `forward`.
+            extra: the adapter of each token, `adapter_ids` of `forward`.
+
+        Returns:
+            y [T, D] in the dtype of x.
         """
         if x_TD.is_cuda:
             self._refuse_capture()
@@ -550,7 +547,7 @@ class MoELayer(nn.Module):
 
     def _refuse_capture(self, *, trains: bool = False) -> None:
         """Raise RuntimeError in a capture of a CUDA graph that the experts do not allow. Nothing
-        has been launched or counted yet, so the group goes on as if there had been no call.
+        has been launched or counted yet, so later rounds work as if there had been no call.
         """
         # As `Gemm.refuse_capture`, but without a look at the experts in every call.
         if torch.compiler.is_compiling():
@@ -569,11 +566,16 @@ class MoELayer(nn.Module):
         num_tokens: int | Tensor | None,
         adapter_ids: Tensor | None,
     ) -> tuple[Tensor, Routes]:
+        """Route, unless there are weights already, and run the round. Returns y [T, D] and what was
+        chosen.
+        """
         adapters = self.adapters
         extra = None
         if adapters is not None or adapter_ids is not None:
             extra = self._adapters_of_tokens(x_TD, adapter_ids)
         shared_experts = self.shared
+
+        # Choose experts.
         ids_TK = routing
         logits_TE = None
         if weights_TK is None:
@@ -582,8 +584,10 @@ class MoELayer(nn.Module):
         routes = Routes(ids_TK, weights_TK, logits_TE, None)
         if self.recorders:
             record(self.recorders, routes)
+
+        # Bring tokens to their experts.
         start = None if shared_experts is None else record_point(x_TD.device)
-        d = self.ep.dispatch(
+        dispatched = self.ep.dispatch(
             x_TD,
             ids_TK,
             weights_TK,
@@ -593,21 +597,33 @@ class MoELayer(nn.Module):
             aligned=isinstance(experts, GroupedExperts) and experts.alignment > 1,
             extra=extra,
         )
-        # Not before dispatch, whose blocks get multiprocessors first.
-        shared = None if shared_experts is None else SideStream(start, shared_experts, x_TD)
+        # Shared experts start after dispatch, whose blocks get multiprocessors first.
+        shared = None
+        if shared_experts is not None:
+            shared = SideStream(start, shared_experts, x_TD)
+
+        # Run the experts.
         added = None
-        if adapters is not None and d.extra is not None:
-            added = adapters.of_rows(d.extra)
+        if adapters is not None and dispatched.extra is not None:
+            added = adapters.of_rows(dispatched.extra)
+        rows_ND = dispatched.rows
+        offsets = dispatched.expert_offsets
+        scales = dispatched.scales
         if not torch.is_grad_enabled() and is_called_alone(experts):
             segments = Segments(
-                d.expert_offsets, d.tokens_per_expert, d.alignment, d.rows_per_expert
+                offsets,
+                dispatched.tokens_per_expert,
+                dispatched.alignment,
+                dispatched.rows_per_expert,
             )
-            out_ND = experts.serve(d.rows, d.scales, segments, added)
+            out_ND = experts.serve(rows_ND, scales, segments, added)
         elif isinstance(experts, GroupedExperts):
-            out_ND = experts(d.rows, d.expert_offsets, d.scales, **d.segments, added=added)
+            out_ND = experts(rows_ND, offsets, scales, **dispatched.segments, added=added)
         else:
-            out_ND = experts(d.rows, d.expert_offsets, d.scales)
-        y_TD = self.ep.combine(out_ND, d)
+            out_ND = experts(rows_ND, offsets, scales)
+
+        # Bring the sums back.
+        y_TD = self.ep.combine(out_ND, dispatched)
         if shared is not None:
             y_TD += shared.result()
             if num_tokens is not None:
@@ -620,6 +636,7 @@ class MoELayer(nn.Module):
         num_tokens: int | Tensor | None,
         routing: tuple[Tensor, Tensor | None] | None,
     ) -> tuple[Tensor, Routes]:
+        """Run a call with gradients. Returns y in the shape of x, and what was chosen."""
         exchange = self._exchange
         if exchange is None:
             raise RuntimeError(
@@ -629,27 +646,30 @@ class MoELayer(nn.Module):
         if getattr(x, "is_cuda", False):
             self._refuse_capture(trains=True)
         if torch.compiler.is_compiling():
-            x_TD, y_TD, routes = self._recorded(exchange, x, num_tokens, routing)
+            outcome = self._run_stages(exchange, x, num_tokens, routing)
         else:
             # Not by `giving_up`, whose context manager would cost each layer 3 µs.
             rounds_of = exchange.ep.exchange
             before = rounds_of.rounds.count
             try:
-                whole = self._as_one_node(exchange, x, num_tokens, routing)
-                if whole is None:
-                    whole = self._recorded(exchange, x, num_tokens, routing)
-                x_TD, y_TD, routes = whole
+                one_node = self._as_one_node(exchange, x, num_tokens, routing)
+                if one_node is None:
+                    outcome = self._run_stages(exchange, x, num_tokens, routing)
+                else:
+                    outcome = one_node
             except BaseException:
                 given_ids = None if routing is None else routing[0]
                 shape = partial(self._shape, x, given_ids, trains=True)
                 exchange.give_up(rounds_of, before, self.tag, self._weights_on, shape)
                 raise
+        y_TD = outcome.y_TD
+        routes = outcome.routes
         if self.recorders:
             record(self.recorders, routes)
 
         shared = self.shared
         if shared is not None:
-            y_TD = self._with_shared(shared, y_TD, x_TD, num_tokens)
+            y_TD = self._with_shared(shared, y_TD, outcome.x_TD, num_tokens)
         if x.dim() == y_TD.dim():
             return y_TD, routes
         # Not a view, from which an operation in place would take FSDP's hooks.
@@ -661,9 +681,11 @@ class MoELayer(nn.Module):
         x: Tensor,
         num_tokens: int | Tensor | None,
         routing: tuple[Tensor, Tensor | None] | None,
-    ) -> tuple[Tensor, Tensor, Routes] | None:
-        """Tokens [T, D], y [T, D] and what was chosen, by one node of autograd, which costs the
-        host least. None where somebody looks at parts of the layer, or gives some of them.
+    ) -> _Outcome | None:
+        """Run the layer as one node of autograd, which costs the host least.
+
+        Returns None, and runs nothing, where a mode or hook looks at the layer's stages, or the
+        caller gives the routing.
         """
         if routing is not None or self.contexts or self._on_input:
             return None
@@ -694,16 +716,16 @@ class MoELayer(nn.Module):
             num_rows=self.num_rows,
             tag=self.tag,
         )
-        return x_TD, y_TD, routes
+        return _Outcome(x_TD, y_TD, routes)
 
-    def _recorded(
+    def _run_stages(
         self,
         exchange: TrainingExchange,
         x: Tensor,
         num_tokens: int | Tensor | None,
         routing: tuple[Tensor, Tensor | None] | None,
-    ) -> tuple[Tensor, Tensor, Routes]:
-        """The same, part by part."""
+    ) -> _Outcome:
+        """Run the layer stage by stage, each as nodes of autograd of its own."""
         # Refuse what has no gradients here.
         experts = self.experts
         router_weight = self.router_weight
@@ -712,8 +734,8 @@ class MoELayer(nn.Module):
         if router_weight.dtype != self._router_dtype:
             self._refuse_router_dtype(router_weight)
 
-        # Contexts such as `replay` may give the routing, and an x whose gradient they await:
-        # the experts take that one. The router needs no gradient of an x that had none.
+        # Contexts such as `replay` may give the routing, and an x for the experts, whose gradient
+        # they await. The router takes the caller's x, which may need no gradient.
         scored_TD = self._checked(x, experts, router_weight)
         x_TD = scored_TD
         if self.contexts:
@@ -723,8 +745,8 @@ class MoELayer(nn.Module):
                 x_TD = self._checked(x, experts, router_weight)
             routing = context_inputs.routing if routing is None else routing
         x_TD = self._as_experts_take(x_TD, experts)
-        y_TD, routes = self._by_parts(exchange, scored_TD, x_TD, num_tokens, routing)
-        return x_TD, y_TD, routes
+        y_TD, routes = self._run_round(exchange, scored_TD, x_TD, num_tokens, routing)
+        return _Outcome(x_TD, y_TD, routes)
 
     def _refuse_router_dtype(self, router_weight: Tensor) -> NoReturn:
         raise TypeError(
@@ -741,7 +763,7 @@ class MoELayer(nn.Module):
         # Where GroupedExperts multiply gradients, nobody keeps their outputs.
         return "both" if isinstance(self.experts, GroupedExperts) else "combine"
 
-    def _by_parts(
+    def _run_round(
         self,
         exchange: TrainingExchange,
         scored_TD: Tensor,
@@ -749,9 +771,14 @@ class MoELayer(nn.Module):
         num_tokens: int | Tensor | None,
         routing: tuple[Tensor, Tensor | None] | None,
     ) -> tuple[Tensor, Routes]:
-        """Each part of the layer by itself: tokens as the router takes them, and as experts do."""
-        # Choose experts, or weight those that were given.
-        given_TK, weights_TK = (None, None) if routing is None else routing
+        """Route `scored_TD`, the tokens as the router takes them, and run the round of `x_TD`, the
+        tokens as the experts take them.
+        """
+        # Choose experts. If the caller gives ids alone, compute their weights.
+        given_TK = None
+        weights_TK = None
+        if routing is not None:
+            given_TK, weights_TK = routing
         logits_TE: Tensor | None = None
         if routing is None or weights_TK is None:
             with without_autocast(x_TD.device):
@@ -766,14 +793,14 @@ class MoELayer(nn.Module):
                 num_tokens=num_tokens,
                 **self._routing,
             )
-            # As in serving; they have no gradients either.
+            # Pairs of weight 0 do not travel, as in serving. They have no gradients either.
             sent_TK = ids_TK.masked_fill(weights_TK == 0, -1)
         else:
-            # Checked by dispatch: they are the caller's.
+            # Dispatch checks the ids of the caller.
             ids_TK = routing[0]
             sent_TK = ids_TK
 
-        # Tokens to their experts.
+        # Bring tokens to their experts.
         weights_on = self._weights_on
         routed = exchange.dispatch(
             x_TD,
@@ -785,12 +812,14 @@ class MoELayer(nn.Module):
             tag=self.tag,
         )
         rows_ND = routed.rows
-        of_both = {"row_weights": routed.row_weights} if weights_on == "both" else {}
         if weights_on == "rows" and routed.row_weights is not None:
             rows_ND = (rows_ND.float() * routed.row_weights[:, None]).to(rows_ND.dtype)
 
-        # Their outputs home.
-        out_ND = self.experts(rows_ND, routed.expert_offsets, None, **of_both)
+        # Run the experts, and bring their sums back.
+        options = {}
+        if weights_on == "both":
+            options["row_weights"] = routed.row_weights
+        out_ND = self.experts(rows_ND, routed.expert_offsets, None, **options)
         y_TD = exchange.combine(out_ND, routed)
         return y_TD, Routes(ids_TK, weights_TK, logits_TE, routed.tokens_per_expert)
 
@@ -801,7 +830,7 @@ class MoELayer(nn.Module):
         x_TD: Tensor,
         num_tokens: int | Tensor | None,
     ) -> Tensor:
-        """The sum with what `shared` maps the tokens to."""
+        """Add what `shared` maps the tokens to. Padding stays zero."""
         if num_tokens is None:
             return y_TD + shared(x_TD)
         # Padding may hold anything.
@@ -813,23 +842,26 @@ class MoELayer(nn.Module):
         return repr(self.ep)
 
     def _has_gradients(self, x: object) -> bool:
-        """Whether autograd needs a backward pass, in grad mode. x may be wrong: other ranks go by
-        their parameters.
+        """Whether a call in grad mode needs a backward pass. x is not checked yet: if it is wrong,
+        the parameters decide, as on the other ranks.
         """
+        # Ask these first: that spares a walk through all modules.
         if getattr(x, "requires_grad", False) or self.router_weight.requires_grad:
-            return True  # without a walk through all modules
+            return True
         return any(value.requires_grad for value in self.parameters())
 
     def _shape(self, x: object, ids: object, trains: bool = False) -> RoundShape:
-        """That of a round whose x, and `ids` if they are given, are not known to fit."""
+        """The shape of the round that the other ranks open, where x and `ids` of this rank may be
+        wrong.
+        """
         model = self.ep.config.model
-        extra = None if self.adapters is None else Extra(torch.int32, ())
-        most = model.num_experts_per_tok
-        top_k = (
-            ids.shape[1]
-            if isinstance(ids, Tensor) and ids.dim() == 2 and 1 <= ids.shape[1] <= most
-            else most
-        )
+        extra = None
+        if self.adapters is not None:
+            extra = Extra(torch.int32, ())
+        # The K of given ids, if it is one.
+        top_k = model.num_experts_per_tok
+        if isinstance(ids, Tensor) and ids.dim() == 2 and 1 <= ids.shape[1] <= top_k:
+            top_k = ids.shape[1]
         return RoundShape(
             model.hidden_size,
             top_k,
@@ -840,20 +872,21 @@ class MoELayer(nn.Module):
         )
 
     def _adapters_of_tokens(self, x_TD: Tensor, adapter_ids: Tensor | None) -> Tensor:
-        """int32 [T]. Raises what `forward` does."""
+        """The checked adapter of each token, int32 [T]. Raises what `forward` does."""
         if self.adapters is None:
             raise ValueError(
                 "`adapter_ids` must be None, since the layer was made without `adapters`"
-            )
-        if adapter_ids is not None and (lost := self.adapters.lost):
-            raise EPStateError(
-                f"adapter(s) {sorted(lost)} are not whole any more, since the group has changed or "
-                "a call has failed: load them again on all ranks, or clear them"
             )
         T = len(x_TD)
         device = x_TD.device
         if adapter_ids is None:
             return torch.full((T,), NO_ADAPTER, dtype=torch.int32, device=device)
+        lost = self.adapters.lost
+        if lost:
+            raise EPStateError(
+                f"adapter(s) {sorted(lost)} are not whole any more, since the group has changed or "
+                "a call has failed: load them again on all ranks, or clear them"
+            )
         if isinstance(adapter_ids, Tensor):
             adapter_ids = adapter_ids.flatten()
         check_tensor("adapter_ids", adapter_ids, (torch.int16, *INTS), (T,), device)
@@ -867,46 +900,53 @@ class MoELayer(nn.Module):
 
     def _routed(
         self, x: Tensor, routing: tuple[Tensor, Tensor | None] | None, experts: object
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """x [T, D] and its logits [T, E], or the given routing."""
+    ) -> _RoutedTokens:
+        """Check the tokens of a call without gradients, and compute logits unless the caller gives
+        the routing.
+        """
         router_weight = self.router_weight
         scored_TD = self._checked(x, experts, router_weight)
         x_TD = self._as_experts_take(scored_TD, experts)
         if routing is None:
-            return x_TD, self._logits(scored_TD, router_weight), None
+            return _RoutedTokens(x_TD, self._logits(scored_TD, router_weight), None)
         ids, weights = routing
         if weights is None:
             logits_TE = self._logits(scored_TD, router_weight)
             ids, weights = counted(0, logits_TE, ids=ids, bias=self.bias, **self._routing)
-        return x_TD, ids, weights
+        return _RoutedTokens(x_TD, ids, weights)
 
     def _checked(self, x: Tensor, experts: object, router_weight: Tensor) -> Tensor:
-        """x as [T, D], as the router takes it: under autocast perhaps in a dtype that the experts
-        do not take. Raises what `forward` does before anything is sent.
+        """Check x. Returns it as [T, D] for the router, under autocast perhaps in a dtype that the
+        experts do not take.
+
+        Raises what `forward` does before anything is sent.
         """
         device = self.ep.device
-        ours = experts if isinstance(experts, GroupedExperts) else None
+        grouped = experts if isinstance(experts, GroupedExperts) else None
         on_device = router_weight.device == device
-        if ours is not None:
-            down = ours.held()[1]
+        if grouped is not None:
+            down = grouped.held()[1]
             on_device = on_device and down.device == device
             takes_dtype = isinstance(x, Tensor) and x.dtype is product_dtype(down)
-            stage = ours.stage
+            stage = grouped.stage
             if stage.alignment > 1 and (down.dtype is FP8 or stage.batch_invariant):
-                self._check_alignment(ours)
+                self._check_alignment(grouped)
         else:
             takes_dtype = isinstance(x, Tensor) and x.dtype in self._dtypes_of_config
+
+        # A call that fits is not looked at any further.
         fits = takes_dtype and on_device and x.dim() in (2, 3) and x.shape[-1] == self._hidden_size
         if not fits or x.device != device:
-            self._check_in_words(x, ours, router_weight)
+            self._explain_misfit(x, grouped, router_weight)
+
         x_TD = x.flatten(0, -2)
         if self._jitter and self.training and not torch.is_inference_mode_enabled():
             x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - self._jitter, 1 + self._jitter)
         return x_TD
 
     def _check_alignment(self, experts: GroupedExperts) -> None:
-        """Raises ValueError where the rows of a round do not start as the experts' GEMM wants, in
-        whose place no other one is taken.
+        """Raise ValueError unless segments start at multiples of what the experts' GEMM wants. No
+        other GEMM would take its place.
         """
         if self.ep.config.alignment % experts.alignment:
             raise ValueError(
@@ -915,27 +955,30 @@ class MoELayer(nn.Module):
                 "that start there"
             )
 
-    def _check_in_words(
+    def _explain_misfit(
         self, x: Tensor, experts: GroupedExperts | None, router_weight: Tensor
     ) -> None:
-        """Raises what `forward` does for tokens or a layer that `_checked` does not know to fit.
-        Returns for an x that autocast casts.
+        """Raise the error that says why x or the layer does not fit. Returns if autocast casts x,
+        and all else fits.
         """
         D = self._hidden_size
         device = self.ep.device
         dtypes = self._dtypes(experts)
-        fits = isinstance(x, Tensor) and x.dim() in (2, 3) and x.shape[-1] == D
-        casts = (
-            fits
-            and x.dtype not in dtypes
-            and x.dtype in FLOATS
-            and torch.is_autocast_enabled(device.type)
-        )
-        if not fits or x.dtype not in dtypes and not casts:
+
+        # The type, dtype and shape of x.
+        is_tensor = isinstance(x, Tensor)
+        has_dtype = is_tensor and x.dtype in dtypes
+        has_shape = is_tensor and x.dim() in (2, 3) and x.shape[-1] == D
+        is_cast = has_shape and x.dtype in FLOATS and torch.is_autocast_enabled(device.type)
+        if not has_shape or not (has_dtype or is_cast):
             names = " or ".join(dtype_name(dtype) for dtype in dtypes)
-            error = ValueError if isinstance(x, Tensor) and x.dtype in dtypes else TypeError
-            why = f": the experts take {names}" if experts is not None and fits else ""
+            why = ""
+            if experts is not None and has_shape:
+                why = f": the experts take {names}"
+            error = ValueError if has_dtype else TypeError
             raise error(f"`x` must be {names} [T, {D}] or [B, T, {D}], got {describe(x)}{why}")
+
+        # The devices of x and of the layer.
         if x.device != device:
             raise ValueError(f"`x` must be on {device}, got {x.device}")
         where = router_weight.device
@@ -943,16 +986,14 @@ class MoELayer(nn.Module):
             raise ValueError(
                 f"`router_weight` must be on {device}, got {where}: move the layer with `.to`"
             )
-        if experts is not None and (where := experts.w_down.device) != device:
+        if experts is not None and experts.w_down.device != device:
             raise ValueError(
-                f"`experts` must be on {device}, got {where}: move the layer with `.to` or "
-                "`.to_empty`"
+                f"`experts` must be on {device}, got {experts.w_down.device}: move the layer with "
+                "`.to` or `.to_empty`"
             )
 
     def _as_experts_take(self, x_TD: Tensor, experts: object) -> Tensor:
-        """Tokens that `_checked` has returned, which autocast casts where the experts take another
-        dtype.
-        """
+        """Cast tokens that `_checked` has returned, under autocast, to the dtype of the experts."""
         dtypes = self._dtypes(experts)
         if x_TD.dtype not in dtypes:
             x_TD = x_TD.to(dtypes[0])
@@ -969,18 +1010,17 @@ class MoELayer(nn.Module):
         return [experts.dtype] if isinstance(experts, GroupedExperts) else self._dtypes_of_config
 
     def _dtype_of(self, x: object) -> torch.dtype:
-        """The dtype of the tokens that the other ranks bring to this layer's round. x
-        may be wrong.
+        """The dtype of the tokens that the other ranks bring to this layer's round, where x of this
+        rank may be wrong.
         """
         dtypes = self._dtypes(self.experts)
-        return x.dtype if isinstance(x, Tensor) and x.dtype in dtypes else self._dtype or dtypes[0]
+        if isinstance(x, Tensor) and x.dtype in dtypes:
+            return x.dtype
+        return self._dtype or dtypes[0]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        for name in (
-            "router_weight",
-            "bias",
-            "logit_bias",
-        ):  # keep their dtypes, also with assign=True
+        # These keep their dtypes, also with assign=True.
+        for name in ("router_weight", "bias", "logit_bias"):
             value = getattr(self, name)
             loaded = state_dict.get(prefix + name)
             if value is not None and isinstance(loaded, Tensor):
@@ -988,9 +1028,12 @@ class MoELayer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        for child in self.children() if recurse else ():
-            child._apply(fn)
+        # The experts are cast.
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
 
+        # Parameters and buffers of the router only move.
         def keeping_dtype(tensor: Tensor) -> Tensor:
             after = fn(tensor)
             return after if after.dtype == tensor.dtype else tensor.to(after.device)
@@ -1001,10 +1044,13 @@ class MoELayer(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = self.__new__(type(self))
-        memo |= {id(shared): shared for shared in (self.ep, self.order, self._exchange)} | {
-            id(self): twin
-        }
-        twin.__dict__.update(copy.deepcopy(self.__dict__ | {"recorders": [], "contexts": 0}, memo))
+        # These are shared, not copied.
+        for shared in (self.ep, self.order, self._exchange):
+            memo[id(shared)] = shared
+        memo[id(self)] = twin
+        attributes = self.__dict__ | {"recorders": [], "contexts": 0}
+        twin.__dict__.update(copy.deepcopy(attributes, memo))
+        # A copy is a layer of its own, with another number.
         twin.layer_id = opaque.register(twin)
         twin.tag = self.ep.new_tag(owner=twin)
         twin._follow()
@@ -1018,22 +1064,81 @@ class MoELayer(nn.Module):
             self.ep.live.weights[self.tag] = _weights_of(self)
 
 
+class _RoutedTokens(NamedTuple):
+    """Tokens of a call without gradients, and how they choose experts."""
+
+    x_TD: Tensor
+    routing: Tensor
+    """ids [T, K]; without weights, logits [T, E]"""
+    weights_TK: Tensor | None
+
+
+class _Outcome(NamedTuple):
+    """What a call with gradients returns, before shared experts are added."""
+
+    x_TD: Tensor
+    """the tokens as the experts have taken them"""
+    y_TD: Tensor
+    routes: Routes
+
+
+class _AdapterUpdate:
+    """One call that puts an adapter into the room of all ranks."""
+
+    def __init__(self, layer: MoELayer, peers: Peers, number: int, block: str) -> None:
+        self._layer = layer
+        self._peers = peers
+        self._number = number
+        self._block = block
+        self.is_unconfirmed = False
+        """whether this rank has changed the adapter, and does not know that all ranks have"""
+
+    def put(self, room: ExpertAdapters, stored: StoredAdapter) -> None:
+        """Put this rank's part of an adapter into its room, once all ranks have read the same."""
+        layer = self._layer
+        # An empty slot gets any expert's part.
+        local_experts = [max(expert, 0) for expert in layer.ep.logical_experts(layer.tag)]
+        local_part = room.checked(self._number, stored.of(local_experts))
+        _check_same(
+            self._peers,
+            tag=layer.tag,
+            number=self._number,
+            block=self._block,
+            adapters=room.count,
+            adapter_rank=room.rank,
+            digest=stored.digest,
+        )
+        self.is_unconfirmed = True
+        if stored.is_none:
+            room.clear_local(self._number)
+        else:
+            room.put_local(self._number, local_part)
+
+    def confirm(self) -> None:
+        """All ranks have the adapter: an exception behind this does not take it away."""
+        self.is_unconfirmed = False
+
+
 _ADAPTERS_ONLY_SERVE = (
     "layers with `adapters` have no gradients; PEFT trains adapters of `GroupedExperts` itself"
 )
 
 
-def _taken_for_layer(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of the constructor of `MoELayer`; what is left is for `GroupedExperts`."""
+def _pop_layer_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Remove the options of `MoELayer` from `options`, and return them. What is left is for
+    `GroupedExperts`.
+    """
     return {name: options.pop(name) for name in signature(MoELayer).parameters if name in options}
 
 
 def _can_train(ep: ExpertParallel, experts: GroupedExperts) -> bool:
-    """Whether these experts may train. Tensors of inference mode only serve."""
-    plain = (
-        experts.dtype in FLOATS and not experts.is_quantized and not experts.w_down.is_inference()
-    )
-    return plain and problem_with(ep) is None
+    """Whether these experts may train where they are placed."""
+    if experts.dtype not in FLOATS or experts.is_quantized:
+        return False
+    # Tensors of inference mode only serve.
+    if experts.w_down.is_inference():
+        return False
+    return problem_with(ep) is None
 
 
 def _check_router(
@@ -1070,25 +1175,27 @@ def _check_router(
 
 
 def _gate_bias(config: EPConfig) -> GateBias:
-    """What a checkpoint's `gate.bias` is, whose name does not say it."""
+    """What a checkpoint's `gate.bias` is added to, which its name does not say."""
     if config.routing.logit_bias:
         return "logits"
-    return "choice" if config.routing.selection_bias else None
+    if config.routing.selection_bias:
+        return "choice"
+    return None
 
 
 def _check_experts(ep: ExpertParallel, experts: GroupedExperts, router_weight: Tensor) -> None:
-    """Raises ValueError unless the experts are those of this rank and compute what the
-    config says.
-    """
+    """Raise ValueError unless the experts are those of this rank and fit the config."""
     E, D = router_weight.shape
     config = ep.config.experts
     got = local_view(experts.w_down.detach()).shape[:2]
     if got != (ep.num_local_experts, D):
         held = f"the {ep.num_local_experts} of this rank, with D={D}"
         raise ValueError(f"`experts` must be {held}, got {got[0]} with D={got[1]}")
-    usual = type(config)().options
+    # Where the config has the default of an option, the experts may have any value.
+    defaults = type(config)().options
     for name, wanted in config.options.items():
-        if wanted not in (usual[name], value := getattr(experts, name)):
+        value = getattr(experts, name)
+        if wanted not in (defaults[name], value):
             raise ValueError(
                 f"`experts` must have {name}={wanted}, as `experts.{name}` says, got {name}={value}"
             )
@@ -1096,24 +1203,23 @@ def _check_experts(ep: ExpertParallel, experts: GroupedExperts, router_weight: T
         raise ValueError(
             "`experts` must have a `gate_up_bias` and a `down_bias`, as `experts.biases` says"
         )
-    if (
-        experts.batch_invariant
-        and ep.device.type == "cpu"
-        and (why := place_matters(router_weight.dtype, E, D))
-    ):
-        raise ValueError(f"`experts` must not be batch_invariant with this router: {why}")
+    if experts.batch_invariant and ep.device.type == "cpu":
+        why = place_matters(router_weight.dtype, E, D)
+        if why:
+            raise ValueError(f"`experts` must not be batch_invariant with this router: {why}")
 
 
-def _adapters_of(ep: ExpertParallel, experts: object, count: int, rank: int) -> ExpertAdapters:
-    """Room for adapters. Raises ValueError where there can be none."""
+def _adapter_room(ep: ExpertParallel, experts: object, count: int, rank: int) -> ExpertAdapters:
+    """Make room for `count` adapters. Raises ValueError where there can be none."""
     if not isinstance(experts, GroupedExperts):
         raise ValueError(
             f"`experts` must be GroupedExperts with `adapters`, got {describe(experts)}"
         )
-    room = ep.config.capacity.extra_bytes
-    if room < (needed := torch.int32.itemsize):
+    extra_bytes = ep.config.capacity.extra_bytes
+    needed = torch.int32.itemsize
+    if extra_bytes < needed:
         raise ValueError(
-            f"`capacity.extra_bytes` must be at least {needed} with `adapters`, got {room}"
+            f"`capacity.extra_bytes` must be at least {needed} with `adapters`, got {extra_bytes}"
         )
     if ep.config.experts.weights_on_input:
         raise ValueError("`experts.weights_on_input` must be unset with `adapters`")
@@ -1121,7 +1227,7 @@ def _adapters_of(ep: ExpertParallel, experts: object, count: int, rank: int) -> 
 
 
 def _check_same(peers: Peers, **mine: object) -> None:
-    """Raises ValueError on all ranks unless they are about to take the same adapter. Collective."""
+    """Raise ValueError on all ranks unless they bring the same adapter. Collective."""
     first, *others = peers.all_gather(mine)
     for rank, theirs in enumerate(others, 1):
         odd = [name for name in first if theirs[name] != first[name]]
@@ -1133,31 +1239,35 @@ def _check_same(peers: Peers, **mine: object) -> None:
 
 
 def _weights_of(layer: MoELayer) -> SlotWeights:
-    """The function that `ExpertParallel.replace` takes as `weights`. It does not keep the layer
-    alive.
+    """Make the function that `ExpertParallel.replace` takes as `weights`. It does not keep the
+    layer alive.
     """
-    reference = weakref.ref(layer)
+    return partial(_weights_in_slot, weakref.ref(layer))
 
-    def weights(tag: int, local: int) -> list[Tensor]:
-        layer = reference()
-        if layer is None:
-            raise EPStateError(f"the layer with tag {tag} is gone, so its experts cannot move")
-        assert isinstance(layer.experts, GroupedExperts)
-        of_adapters = [] if layer.adapters is None else layer.adapters.of_expert(local)
-        return [*(tensor.detach()[local] for tensor in layer.experts.parameters()), *of_adapters]
 
+def _weights_in_slot(reference: weakref.ref[MoELayer], tag: int, local: int) -> list[Tensor]:
+    """The weights and adapters of a layer's expert in the local slot `local`."""
+    layer = reference()
+    if layer is None:
+        raise EPStateError(f"the layer with tag {tag} is gone, so its experts cannot move")
+    assert isinstance(layer.experts, GroupedExperts)
+    weights = [tensor.detach()[local] for tensor in layer.experts.parameters()]
+    if layer.adapters is not None:
+        weights += layer.adapters.of_expert(local)
     return weights
 
 
-def _held(ep: ExpertParallel, layer_id: int | None) -> list[int]:
-    """The logical experts to load for a layer that is about to be made. An empty slot gets any:
-    nobody uses it.
+def _experts_to_load(ep: ExpertParallel, layer_id: int | None) -> list[int]:
+    """The logical experts to load for a layer that is about to be made. An empty slot gets any
+    expert, which nobody uses.
     """
     # The constructor refuses what is no int.
-    tag = layer_id & constant("kMaxTag") if isinstance(layer_id, int) else ep.next_tag
+    tag = ep.next_tag
+    if isinstance(layer_id, int):
+        tag = layer_id & constant("kMaxTag")
     return [max(expert, 0) for expert in ep.logical_experts(tag)]
 
 
 def _on(device: torch.device, value: Any) -> Any:
-    """A tensor on `device`; anything else as it is, for the constructor to refuse."""
+    """Move a tensor to `device`. Anything else stays as it is, for the constructor to refuse."""
     return value.to(device) if isinstance(value, Tensor) else value

@@ -1,12 +1,12 @@
-"""LoRA adapters of experts: for each row, low-rank products of its adapter are added to both
-products of its expert.
+"""LoRA adapters of experts. A low-rank product of each row's adapter is added to both products of
+its expert.
 
-    rows [N,D] ─ a [e,C,D] ─▶ [N,C] ─ zeros ─▶ [N,C] ─ b [e,2F,C] ─▶ [N,2F]
+    rows [N,D] ─ a [e,C,D] ─▶ [N,C] ─ mask ─▶ [N,C] ─ b [e,2F,C] ─▶ [N,2F]
 
-`zeros`: what is not in the C / A columns of the row's adapter becomes 0.
+The mask zeroes the columns of other adapters than the row's.
 
-A adapters lie side by side in C columns, so that the experts' segments serve these products, too:
-nothing is sorted, and nothing looks at the host. A call computes all A adapters for each row.
+The A adapters lie side by side in C columns, and each row is multiplied by all of them. So these
+products use the segments of the experts: no rows are sorted, and the host does not wait.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from epmoe.local.experts import GroupedExperts
-from epmoe.local.gemm.gemm import Added
+from epmoe.local.gemm.gemm import Added, Factors
 from epmoe.local.gemm.table import GEMMS, choose
 from epmoe.local.spread import local_view
 from epmoe.local.weight_formats import plain_shape
@@ -36,16 +36,15 @@ def _writable_anywhere() -> torch.inference_mode:
 
 
 class LoRA(NamedTuple):
-    """One adapter of some experts, of rank r: b · a is added to a weight. Factors are fp32, fp16 or
-    bf16, on any device. None: it leaves the weight alone.
+    """One adapter of some experts, of rank r. It adds b · a to each weight; None adds nothing.
+
+    Factors are fp32, fp16 or bf16, on any device. b includes the adapter's scaling.
     """
 
     gate_up: tuple[Tensor, Tensor] | None
-    """a [e, r, D] and b [e, 2F, r], which has the adapter's scaling, in the order of
-    `GroupedExperts.w_gate_up`
-    """
+    """a [e, r, D] and b [e, 2F, r], in the order of `GroupedExperts.w_gate_up`"""
     down: tuple[Tensor, Tensor] | None
-    """a [e, r, F] and b [e, D, r], which has the adapter's scaling"""
+    """a [e, r, F] and b [e, D, r]"""
 
 
 class ExpertAdapters(nn.Module):
@@ -72,10 +71,11 @@ class ExpertAdapters(nn.Module):
     down_a: Tensor
     down_b: Tensor
     numbers: set[int]
-    """Of adapters that this rank holds."""
+    """The numbers of adapters that this rank holds."""
     lost: set[int]
-    """Of adapters that it has held, and that are zeros since weights of experts went without them.
-    Calls that name adapters are refused until each of these was put again or cleared.
+    """The numbers of adapters that this rank has held, and that are zeros now, since weights of
+    experts went without them. Calls that name adapters are refused until each of these was put
+    again or cleared.
     """
 
     def __init__(self, experts: GroupedExperts, count: int, rank: int) -> None:
@@ -114,7 +114,7 @@ class ExpertAdapters(nn.Module):
     # Buffers of either mode can be written in inference mode.
     @torch.inference_mode()
     def put_local(self, number: int, adapter: LoRA) -> None:
-        """Make an adapter the one with this number on this rank, from the next call on.
+        """Put an adapter under this number, on this rank, from the next call on.
 
         Args:
             number: from 0 to A − 1.
@@ -143,11 +143,11 @@ class ExpertAdapters(nn.Module):
         self.lost.discard(number)
 
     def checked(self, number: int, adapter: LoRA) -> LoRA:
-        """The adapter on the device and in the dtype of outputs, as `put_local` writes it; and its
-        errors.
+        """Check an adapter, with the errors of `put_local`. Returns it on the device and in the
+        dtype of outputs.
         """
         room = self._room(number)
-        made: dict[str, tuple[Tensor, Tensor] | None] = {}
+        made: dict[str, Factors | None] = {}
         for name, factors in adapter._asdict().items():
             made[name] = None
             if factors is None:
@@ -171,30 +171,30 @@ class ExpertAdapters(nn.Module):
                 raise ValueError(
                     f"`{name}` has values that are not finite in {dtype_name(a.dtype)}"
                 )
-            made[name] = (a, b)
+            made[name] = Factors(a, b)
         return LoRA(**made)
 
     @torch.inference_mode()
     def clear_local(self, number: int) -> None:
-        """Make the adapter with this number zeros on this rank. Raises ValueError where there is no
-        such number.
+        """Remove the adapter with this number on this rank: its factors become zeros. Raises
+        ValueError for a number out of range.
         """
         self._empty(number)
         self.numbers.discard(number)
         self.lost.discard(number)
 
     def lose(self, number: int) -> None:
-        """Refuse calls until this adapter was put again or cleared: on other ranks it may be
+        """Refuse calls until this adapter was put again or cleared, since other ranks may have
         another one.
         """
         if number in range(self.count):
             self.lost.add(number)
 
     def regroup(self, experts: int, whole: bool) -> None:
-        """This rank has so many experts now, in another group.
+        """Make room for so many experts, since this rank has joined another group.
 
-        Where all ranks hold no other experts than before in any slot (`whole`), the adapters stay.
-        Otherwise all are lost: an adapter of some experts only would be another one.
+        Adapters stay if all slots of all ranks hold the same experts as before (`whole`). Otherwise
+        all are lost: an adapter of some experts only would be another one.
         """
         with _writable_anywhere():
             for name, buffer in list(self.named_buffers()):
@@ -208,9 +208,10 @@ class ExpertAdapters(nn.Module):
         self._choose()
 
     def of_rows(self, numbers: Tensor) -> Added:
-        """What a call of `GroupedExperts` adds, by the adapter of each row, int32 [N]. Columns
-        beyond the last adapter are zeros, so any number that is no adapter's adds nothing, and
-        undefined rows may have any.
+        """What a call of `GroupedExperts` adds, by the adapter of each row, int32 [N].
+
+        Numbers of no adapter add nothing, since columns beyond the last adapter are zeros. So
+        undefined rows may have any number.
         """
         # Each adapter has `rank` columns that follow one another.
         C = self.gate_up_a.shape[1]
@@ -218,8 +219,8 @@ class ExpertAdapters(nn.Module):
         adapters_C = columns_C.div_(self.rank, rounding_mode="floor")
         return Added(
             gemm=self._gemm,
-            gate_up=(self.gate_up_a, self.gate_up_b),
-            down=(self.down_a, self.down_b),
+            gate_up=Factors(self.gate_up_a, self.gate_up_b),
+            down=Factors(self.down_a, self.down_b),
             masked_columns=numbers[:, None] != adapters_C,
         )
 
@@ -232,23 +233,23 @@ class ExpertAdapters(nn.Module):
         return f"{self.count} of rank {self.rank}"
 
     def _choose(self) -> None:
-        """Choose a GEMM that takes the factors of both products: of two, the one that takes more
-        weights, which comes later in `GEMMS`.
-        """
-        pairs = (self.gate_up_a, self.gate_up_b), (self.down_a, self.down_b)
-        names = [choose("torch", *pair)[0] for pair in pairs]
-        self._gemm = GEMMS[max(names, key=list(GEMMS).index)]
+        """Choose a GEMM that takes the factors of both products."""
+        for_gate_up, *_ = choose("torch", self.gate_up_a, self.gate_up_b)
+        for_down, *_ = choose("torch", self.down_a, self.down_b)
+        # A GEMM that comes later in `GEMMS` takes more weights.
+        name = max(for_gate_up, for_down, key=list(GEMMS).index)
+        self._gemm = GEMMS[name]
 
     @torch.inference_mode()
     def _lose(self) -> None:
-        """Make all adapters zeros, which were here and have to be put again."""
+        """Zero all adapters, and count those that were here as lost."""
         for buffer in self.buffers():
             buffer.zero_()
         self.lost |= self.numbers
         self.numbers.clear()
 
     def _empty(self, number: int) -> None:
-        """Make the factors of an adapter zeros."""
+        """Zero the factors of an adapter."""
         for a, b in self._room(number).values():
             a.zero_()
             b.zero_()
@@ -257,8 +258,8 @@ class ExpertAdapters(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         are_lost = False
         for name, buffer in list(self.named_buffers()):
-            # `fn` gets an empty tensor: of all buffers, `to_empty` would leave those that no state
-            # dict fills.
+            # `fn` gets an empty tensor. `to_empty` would leave memory undefined that no state dict
+            # fills.
             like = fn(buffer.new_empty(0))
             if buffer.is_meta:
                 # There were no values.
@@ -276,14 +277,14 @@ class ExpertAdapters(nn.Module):
         self._choose()
         return self
 
-    def _room(self, number: int) -> dict[str, tuple[Tensor, Tensor]]:
-        """Where the factors of an adapter lie, by the names of `LoRA`."""
+    def _room(self, number: int) -> dict[str, Factors]:
+        """Views of the factors of an adapter, by the names of `LoRA`."""
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < self.count:
             raise ValueError(
                 f"the number of an adapter must be from 0 to {self.count - 1}, got {number!r}"
             )
         columns = slice(number * self.rank, (number + 1) * self.rank)
         return {
-            "gate_up": (self.gate_up_a[:, columns], self.gate_up_b[:, :, columns]),
-            "down": (self.down_a[:, columns], self.down_b[:, :, columns]),
+            "gate_up": Factors(self.gate_up_a[:, columns], self.gate_up_b[:, :, columns]),
+            "down": Factors(self.down_a[:, columns], self.down_b[:, :, columns]),
         }

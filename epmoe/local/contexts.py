@@ -1,10 +1,10 @@
-"""What a host gives all layers of a model around its forward pass: routes to replay, and the
+"""Contexts around the forward pass of a model: `replay` gives its layers routes, `adapters_of` the
 adapter of each token.
 
-A call finds what is given in the contexts of its own thread. A checkpoint computes a part of the
-model again in the backward pass, after the context and perhaps on another thread. It reads its
-inputs first, which are saved tensors: each of them knows the context in which it was saved, and
-leaves it at the node of the graph that reads it.
+A call looks for inputs in the contexts of its own thread. A checkpoint computes a part of the model
+again in the backward pass, after the context has ended and perhaps on another thread. It first
+reads its inputs, which are saved tensors. Each saved tensor knows its context, and notes it at the
+node of the graph that reads it. The call finds it there.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ if TYPE_CHECKING:
 
 Routing = tuple[Tensor, Tensor | None]
 """ids [T, K] and weights [T, K]; None: those of the layer's own router"""
+# Parts of names that wrappers of torch add.
 _WRAPPERS = {
     "_orig_mod",
     "_checkpoint_wrapped_module",
     "_fsdp_wrapped_module",
     "module",
-}  # parts of names
-_KEY = "epmoe.given"  # of a node's metadata
+}
+# Key of a node's metadata.
+_KEY = "epmoe.context"
 _counting = RLock()
 
 
@@ -43,8 +45,10 @@ class Record(Protocol):
     """The routes of one layer, in a `replay`."""
 
     def take(self, is_recompute: bool, x: Tensor) -> Routing:
-        """Those of the next call, or of the one call that a checkpoint computes again. Raises
-        ValueError where there are none, and EPStateError where nothing says which call it is.
+        """The routes of the next call, or of the call that a checkpoint computes again.
+
+        Raises ValueError if there are none, and EPStateError if a checkpoint may mean one of
+        several calls.
         """
         ...
 
@@ -76,11 +80,12 @@ class _OfEachCall:
 
 
 class _OfTokens:
-    """Ids [B, tokens, K], of which each call takes the next tokens of each sequence."""
+    """Ids [B, tokens, K]. Each call takes the next tokens of each sequence."""
 
     def __init__(self, ids_BTK: Tensor) -> None:
         self.ids_BTK = ids_BTK
-        self.tokens = 0  # of a sequence, so far
+        # Tokens of a sequence that calls have taken.
+        self.tokens = 0
 
     def take(self, is_recompute: bool, x: Tensor) -> Routing:
         sequences, length, _ = self.ids_BTK.shape
@@ -101,8 +106,8 @@ class _OfTokens:
 
 
 class _Context:
-    """What one `replay` or `adapters_of` gives to its layers. A graph of their calls keeps it
-    alive.
+    """The inputs that one `replay` or `adapters_of` gives to layers. A graph of their calls keeps
+    it alive.
     """
 
     def __init__(
@@ -111,29 +116,30 @@ class _Context:
         *,
         adapter_ids: Tensor | None = None,
     ) -> None:
-        self.layers = layers  # of a `replay`, with their routes
+        # Of a `replay`, with their routes.
+        self.layers = layers
         self.adapter_ids = adapter_ids
-        self.awaited = 0  # calls whose backward pass is still to come
-        self.task = (
-            torch._C._current_graph_task_id()
-        )  # of the backward pass that it is made in, or −1
+        # Calls whose backward pass is still to come.
+        self.awaited = 0
+        # The number of the backward pass in which the context is made, or −1.
+        self.task = torch._C._current_graph_task_id()
         self.outer = _contexts.get()
         _count(layers, 1)
         weakref.finalize(self, _count, layers, -1).atexit = False
 
     @property
     def is_replay(self) -> bool:
-        """Whether it has routes, and not adapters."""
+        """Whether it gives routes; otherwise it gives adapters."""
         return self.adapter_ids is None
 
     def take_routing(self, layer: nn.Module, is_recompute: bool, x: Tensor) -> Routing:
-        """That of the next call of a layer, or of the one call that a checkpoint computes again."""
+        """The routes of a layer's next call, or of the call that a checkpoint computes again."""
         assert isinstance(self.layers, Mapping)
         record: Record = self.layers[layer]
         return record.take(is_recompute, x)
 
     def await_gradient(self, x: Tensor) -> None:
-        """Note that a call has routes, until the gradient of its x is there."""
+        """Count a call as awaited until the gradient of its x is there."""
 
         def arrived(_: Tensor) -> None:
             handle.remove()
@@ -143,14 +149,14 @@ class _Context:
         handle = x.register_hook(arrived)
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, int]:
-        """The value that is saved in place of a tensor, which itself would keep its own graph
-        alive.
+        """Make what is saved in place of a tensor, with its version. The tensor itself would keep
+        its own graph alive.
         """
         return tensor.detach(), tensor._version
 
     def unpack(self, packed: tuple[Tensor, int]) -> Tensor:
-        """The saved tensor, for the node of a graph which now knows the context. Raises what torch
-        does.
+        """Return the saved tensor, and note the context at the node that reads it. Raises what
+        torch does if the tensor has changed.
         """
         tensor, version = packed
         if tensor._version != version:
@@ -270,49 +276,61 @@ def adapters_of(model: nn.Module, ids: Tensor) -> Iterator[None]:
 
 
 class ContextInputs(NamedTuple):
-    """What the contexts around a call of a layer give it."""
+    """The inputs that a call of a layer gets from the contexts around it."""
 
     x: Tensor
-    """[T, D] or [B, T, D]: that of the call, of which the call takes this one"""
+    """[T, D] or [B, T, D], for the experts, in place of the call's x"""
     routing: Routing | None
     adapter_ids: Tensor | None
     """[T] or [B, T]"""
 
 
 def take_context_inputs(layer: nn.Module, x: Tensor) -> ContextInputs:
-    """What contexts give to a call of a layer, whose x is [T, D] or [B, T, D]. It takes the next
-    routes of a `replay`. Raises what `replay` says of calls.
+    """Take what contexts give to a call of a layer, such as the next routes of a `replay`.
+
+    x is [T, D] or [B, T, D]. Raises what `replay` says of calls.
     """
+    # The contexts of this thread, of the same pass; in a checkpoint's, those of the former call.
     task = torch._C._current_graph_task_id()
-    active = [
-        context for context in _contexts.get() if context.task == task and layer in context.layers
-    ]
+    active = []
+    for context in _contexts.get():
+        if context.task == task and layer in context.layers:
+            active.append(context)
     is_recompute = task != -1 and not active
     if is_recompute:
         active = [context for context in _of_former_call(layer) if layer in context.layers]
 
     # The innermost context of each kind holds.
-    replays = [context for context in active if context.is_replay]
-    adapters = [context for context in active if not context.is_replay]
+    replay_context = None
+    adapters_context = None
+    for context in active:
+        if context.is_replay:
+            replay_context = context
+        else:
+            adapters_context = context
+
     routing = None
-    if replays:
-        innermost = replays[-1]
-        routing = innermost.take_routing(layer, is_recompute, x)
-        _last[layer] = weakref.ref(innermost)
+    if replay_context is not None:
+        routing = replay_context.take_routing(layer, is_recompute, x)
+        _last[layer] = weakref.ref(replay_context)
         x = _with_gradient(layer, x)
         if x.requires_grad and not is_recompute:
-            innermost.await_gradient(x)
-    adapter_ids = adapters[-1].adapter_ids if adapters else None
+            replay_context.await_gradient(x)
+
+    adapter_ids = None
+    if adapters_context is not None:
+        adapter_ids = adapters_context.adapter_ids
+    # One for each sequence holds for all its tokens.
     if adapter_ids is not None and x.dim() == 3 and adapter_ids.shape == x.shape[:1]:
-        adapter_ids = adapter_ids[:, None].expand(x.shape[:2])  # one of each sequence
+        adapter_ids = adapter_ids[:, None].expand(x.shape[:2])
     return ContextInputs(x, routing, adapter_ids)
 
 
 def _with_gradient(layer: nn.Module, x: Tensor) -> Tensor:
-    """x, which requires grad where the call has a backward pass. Of a frozen front x needs none,
-    but its gradient says when this backward pass has come as far.
+    """Make x require grad if the call has a backward pass. If all layers before are frozen, nobody
+    needs this gradient, but it shows that the backward pass has reached the call.
 
-    A checkpoint makes the same of the x that it computes again: it saves as many tensors then.
+    A checkpoint does the same with the x that it computes again, so that it saves as many tensors.
     """
     if x.requires_grad or not torch.is_grad_enabled():
         return x
@@ -322,12 +340,17 @@ def _with_gradient(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _of_former_call(layer: nn.Module) -> tuple[_Context, ...]:
-    """The contexts of the call that a checkpoint makes again in this node of a graph."""
+    """The contexts of the call that a checkpoint computes again, in the node of a graph that runs
+    now.
+    """
+    # The node has read a tensor that was saved in a context.
     node = torch._C._current_autograd_node()
-    of_node = None if node is None else node.metadata.get(_KEY)  # type: ignore[attr-defined]
-    context: _Context | None = None if of_node is None else of_node()
-    if context is not None:
-        return (*context.outer, context)
+    if node is not None:
+        noted = node.metadata.get(_KEY)  # type: ignore[attr-defined]
+        context: _Context | None = None if noted is None else noted()
+        if context is not None:
+            return (*context.outer, context)
+    # It has not. Then the call must be none that a `replay` has routed.
     of_layer = _last.get(layer)
     last = None if of_layer is None else of_layer()
     if last is not None and last.awaited:
@@ -350,11 +373,11 @@ def _within(context: _Context) -> Iterator[None]:
 
 def layers_of(model: nn.Module) -> dict[str, Any]:
     """The `MoELayer`s of a model, by their names without wrappers of torch."""
-    return {
-        name_without_wrappers(name): each
-        for name, each in model.named_modules()
-        if hasattr(each, "contexts")
-    }
+    layers = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "contexts"):
+            layers[name_without_wrappers(name)] = module
+    return layers
 
 
 def name_without_wrappers(name: str) -> str:
@@ -371,22 +394,33 @@ def _count(layers: Iterable[Any], by: int) -> None:
 
 
 def _checked(name: str, value: Any, layer: Any) -> Record:
+    """The routes of a layer: a list has an entry for each call, anything else is for all calls."""
     if isinstance(value, list):
         return _OfEachCall([_pair(name, each, layer) for each in value])
     return _OfAllCalls(_pair(name, value, layer))
 
 
 def _pair(name: str, value: Any, layer: Any) -> Routing:
-    ids, weights, *_ = (*value, None, None) if isinstance(value, tuple) else (value, None)
+    """Check one entry of `routes`: ids and perhaps weights, flattened to [T, K]."""
+    # `Routes` begin with both.
+    ids = value
+    weights = None
+    if isinstance(value, tuple):
+        ids = value[0] if value else None
+        weights = value[1] if len(value) > 1 else None
     if not isinstance(ids, Tensor) or not isinstance(weights, Tensor | None):
         raise TypeError(
             f"`routes[{name!r}]` must be `Routes`, ids and weights, or ids, got {describe(value)}"
         )
     K = layer.ep.config.model.num_experts_per_tok
     ids = ids.flatten(0, -2)
-    weights = None if weights is None else weights.flatten(0, -2)
-    if ids.shape[1:] != (K,) or weights is not None and weights.shape != ids.shape:
-        got = describe(ids) if weights is None else f"{describe(ids)} and {describe(weights)}"
+    got = describe(ids)
+    fits = ids.shape[1:] == (K,)
+    if weights is not None:
+        weights = weights.flatten(0, -2)
+        got += f" and {describe(weights)}"
+        fits = fits and weights.shape == ids.shape
+    if not fits:
         raise ValueError(f"`routes[{name!r}]` must have ids and weights [T, {K}], got {got}")
     if weights is None and ids.dtype in INTS:
         ids = with_own_choice(ids, layer.ep.config.model.num_experts)

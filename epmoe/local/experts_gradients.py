@@ -2,11 +2,11 @@
 
     rows [N,D] ─ gate and up ─▶ [N,2F] ─ gated activation ─▶ [N,F] ─ down ─▶ outputs [N,D]
 
-Outputs are those of serving, to the bit, and combine weights them. The backward pass gets gradients
-of weighted outputs, and multiplies by the weights where it is cheapest, at the activation [N, F].
-It therefore keeps rows [N, D] and [N, 2F] in front of the activation, and no outputs. What only a
-frozen part needs is not kept. Rows past the last segment have outputs and gradients of 0: modules
-around the experts sum over all rows.
+Outputs have the bits of serving, and combine weights them. The backward pass gets gradients of
+weighted outputs, and multiplies by the weights where it is cheapest, at the activation [N, F]. So
+the forward pass keeps rows [N, D] and [N, 2F] before the activation, and no outputs. It keeps
+nothing that only frozen parameters need. Rows past the last segment have outputs and gradients of
+0, since modules around the experts sum over all rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from epmoe.local.gemm.gemm import Kept, TrainedSegments, TrainedWeights, bias_of_rows
+from epmoe.local.gemm.gemm import (
+    ExpertGradients,
+    Kept,
+    TrainedSegments,
+    TrainedWeights,
+    bias_of_rows,
+)
 from epmoe.local.gemm.gradients import bias_gradients, product_for_weights
 from epmoe.local.gemm.table import GEMMS
 from epmoe.native import ops
@@ -24,9 +30,7 @@ from epmoe.native.named import named
 
 
 class OfEach(NamedTuple):
-    """Something of each of the first six inputs of `train_experts`, in their order: those that may
-    have gradients.
-    """
+    """A value for each of the first six inputs of `train_experts`, which may have gradients."""
 
     rows: Any
     row_weights: Any
@@ -39,8 +43,10 @@ class OfEach(NamedTuple):
 def experts_forward(
     rows: Tensor, weights: TrainedWeights, segments: TrainedSegments, gemm: str
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [N, D] of the experts over rows [N, D], and [N, 2F] before the bias and the
-    activation. Outputs past the last segment are undefined.
+    """Run the experts over rows [N, D].
+
+    Returns outputs [N, D], undefined past the last segment, and [N, 2F], the first product before
+    its bias and the activation.
     """
     # Without rows or experts there is nothing to compute.
     if not rows.shape[0] or not weights.down.shape[0]:
@@ -58,10 +64,10 @@ def experts_forward(
 def experts_backward(
     grad: Tensor, kept: Kept, segments: TrainedSegments, needs: OfEach, gemm: str
 ) -> dict[str, Tensor]:
-    """Gradients by the names of `OfEach`, of those that `needs` asks for.
+    """Compute the gradients that `needs` asks for.
 
-    `grad` [N, D] is that of outputs times `row_weights`. Gradients of rows and of their weights are
-    undefined past the last segment.
+    `grad` [N, D] is the gradient of outputs times `row_weights`. Returns gradients by the names of
+    `OfEach`. Those of rows and of their weights are undefined past the last segment.
     """
     N = grad.shape[0]
     offsets = segments.offsets
@@ -71,7 +77,7 @@ def experts_backward(
     if kept.gate_up_bias is not None and len(kept.gate_up_bias):
         gate_up = gate_up + bias_of_rows(kept.gate_up_bias, offsets[1:], N)
 
-    # Of the bias behind the second product, and of its weights where nothing in front is asked for.
+    # The bias of the second product; its weights, if no gradient before it is asked for.
     if needs.down_bias:
         found["down_bias"] = bias_gradients(grad, row_weights, offsets, gemm)
     w_down = kept.w_down
@@ -81,7 +87,7 @@ def experts_backward(
             found["down"] = product_for_weights(grad, weighted, offsets[1:], gemm)
         return found
 
-    # Of the products and the activation, with the weights of the rows.
+    # The products and the activation, with the weights of the rows.
     if not needs.gate_up and kept.rows is not None:
         kept = kept._replace(rows=None)
     if not needs.rows and kept.w_gate_up is not None:
@@ -89,15 +95,17 @@ def experts_backward(
     train_backward = _none_backward
     if N and w_down.shape[0]:
         train_backward = GEMMS[gemm].train_backward
-    grad_gate_up, grad_weights, *of_products = train_backward(
-        grad, gate_up, kept, w_down, segments, needs.down
-    )
-    for name, gradient in zip(("rows", "gate_up", "down"), of_products, strict=True):
-        if gradient is not None:
-            found[name] = gradient
+    gradients = train_backward(grad, gate_up, kept, w_down, segments, needs.down)
+    if gradients.rows is not None:
+        found["rows"] = gradients.rows
+    if gradients.w_gate_up is not None:
+        found["gate_up"] = gradients.w_gate_up
+    if gradients.w_down is not None:
+        found["down"] = gradients.w_down
 
-    # Of the row weights, and of the bias in front.
+    # The row weights, and the bias of the first product.
     if needs.row_weights:
+        grad_weights = gradients.row_weights
         if kept.down_bias is not None and len(kept.down_bias):
             of_bias = bias_of_rows(kept.down_bias, offsets[1:], N)
             grad_weights += ops.weighted_rows_backward_(
@@ -105,7 +113,7 @@ def experts_backward(
             )
         found["row_weights"] = grad_weights
     if needs.gate_up_bias:
-        found["gate_up_bias"] = bias_gradients(grad_gate_up, None, offsets, gemm)
+        found["gate_up_bias"] = bias_gradients(gradients.gate_up, None, offsets, gemm)
     return found
 
 
@@ -116,15 +124,15 @@ def _none_backward(
     w_down: Tensor,
     segments: TrainedSegments,
     needs_down: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+) -> ExpertGradients:
     """`Gemm.train_backward` without rows or without experts."""
     e, D, F = w_down.shape
-    return (
-        gate_up.new_empty(gate_up.shape),
-        grad.new_empty(grad.shape[0], dtype=torch.float32),
-        None if kept.w_gate_up is None else grad.new_empty(grad.shape),
-        None if kept.rows is None else grad.new_zeros(e, 2 * F, D),
-        grad.new_zeros(e, D, F) if needs_down else None,
+    return ExpertGradients(
+        gate_up=gate_up.new_empty(gate_up.shape),
+        row_weights=grad.new_empty(grad.shape[0], dtype=torch.float32),
+        rows=None if kept.w_gate_up is None else grad.new_empty(grad.shape),
+        w_gate_up=None if kept.rows is None else grad.new_zeros(e, 2 * F, D),
+        w_down=grad.new_zeros(e, D, F) if needs_down else None,
     )
 
 
@@ -148,10 +156,11 @@ def train_experts(
     up_offset: float,
     gemm: str,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [N, D] of the experts over rows [N, D], and [N, 2F] before the bias and the
-    activation. Arguments are those of `GroupedExperts` and its `forward`, contiguous; `limit` is
-    infinite for none, and `gemm` is that of `train_gemm`. `row_weights` get gradients, and outputs
-    are not multiplied by them.
+    """`experts_forward`, whose outputs past the last segment are zeros.
+
+    Arguments are those of `GroupedExperts` and its `forward`, contiguous. `limit` is infinite for
+    none, and `gemm` is that of `train_gemm`. `row_weights` get gradients; outputs are not
+    multiplied by them.
     """
     weights = TrainedWeights(w_gate_up, w_down, gate_up_bias, down_bias)
     segments = TrainedSegments(offsets, tokens, interleaved, limit, alpha, up_offset)
@@ -192,9 +201,11 @@ def train_experts_backward(
     gemm: str,
     needs: list[bool],
 ) -> list[Tensor]:
-    """Gradients of the first six inputs of `train_experts`, [0] where `needs` does not ask for one.
-    `grad` [N, D] is that of outputs times `row_weights`. A tensor is None where nothing that is
-    asked for needs it.
+    """The gradients of the first six inputs of `train_experts`. One that `needs` does not ask for
+    is an empty tensor [0].
+
+    `grad` [N, D] is the gradient of outputs times `row_weights`. A tensor is None where no gradient
+    that is asked for needs it.
     """
     kept = Kept(rows, gate_up, row_weights, w_gate_up, w_down, gate_up_bias, down_bias)
     segments = TrainedSegments(offsets, tokens, interleaved, limit, alpha, up_offset)
@@ -245,7 +256,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     _out, gate_up = output
     needs = OfEach(*ctx.needs_input_grad[:6])
     ctx.needs = list(needs)
-    needs_in_front = needs.rows or needs.row_weights or needs.gate_up or needs.gate_up_bias
+    # Gradients before the second product go through its weights.
+    needs_w_down = needs.rows or needs.row_weights or needs.gate_up or needs.gate_up_bias
     ctx.mark_non_differentiable(gate_up)
     ctx.set_materialize_grads(False)
     # In the order of the arguments of `train_experts_backward`.
@@ -254,7 +266,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
         gate_up,
         of_each.row_weights,
         of_each.gate_up if needs.rows else None,
-        of_each.down if needs_in_front else None,
+        of_each.down if needs_w_down else None,
         of_each.gate_up_bias,
         of_each.down_bias if needs.row_weights else None,
         offsets,

@@ -70,8 +70,8 @@ def quantize_fp8(
     granularity: Literal["tensor", "block"] = "block",
     num_tokens: int | Tensor | None = None,
 ) -> Quantized:
-    """Quantize to fp8 e4m3 by the largest magnitude of the REAL rows: stale rows change neither
-    values nor scales.
+    """Quantize rows to fp8 e4m3 by the largest magnitude of the real rows. Stale rows change
+    neither values nor scales.
 
     A scale is amax / 448, at least 2⁻¹²⁶, or 1 if all values are zero. NaN stays NaN and ±Inf
     saturates; neither enters an amax, so every scale is finite. Padded rows become zeros with scale
@@ -95,14 +95,16 @@ def quantize_fp8(
 
 
 def quantize_weights(weights: Tensor) -> Quantized:
-    """fp8 values [n, k] of weights [n, k], and their scales fp32 [⌈n/128⌉, ⌈k/128⌉], one for each
-    block of 128 × 128, by the rule of `quantize_fp8`. Values are finite.
+    """Quantize weights [n, k] to fp8 by the rule of `quantize_fp8`.
+
+    Returns fp8 values [n, k], all finite, and scales fp32 [⌈n/128⌉, ⌈k/128⌉], one for each block of
+    128 × 128.
     """
     n, k = weights.shape
     rows, columns = FP8_BLOCKS.block
     most = torch.finfo(FP8).max
 
-    # Whole blocks: [blocks of rows, rows, blocks of columns, columns].
+    # Pad to complete blocks: [blocks of rows, rows, blocks of columns, columns].
     padded = F.pad(weights.float(), (0, -k % columns, 0, -n % rows))
     blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
 

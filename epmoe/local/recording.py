@@ -1,5 +1,5 @@
-"""What layers have chosen: for auxiliary losses, updates of biases, and replays of a rollout's
-routes.
+"""Records of what layers have chosen, for auxiliary losses, updates of biases, and replays of a
+rollout's routes.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ class Routes(NamedTuple):
 
 @contextmanager
 def recording(module: nn.Module) -> Iterator[dict[str, list[Routes]]]:
-    """Record the calls of a model's layers within it: by the name of the layer, the `Routes` of
-    each call.
+    """Record the `Routes` of each call of a model's layers within this context.
 
     The tensors are those of the calls. A CUDA graph that is captured within it writes into them in
     each replay, also afterwards. Compiled layers without gradients are recorded, too. Calls of
@@ -86,10 +85,10 @@ _open: ContextVar[tuple[object, ...]] = ContextVar("epmoe.recording", default=()
 
 
 def _record(calls: list[Routes], here: object, task: int, routes: Routes) -> None:
-    """Record a call of this thread, within the `recording` that is `here` and in the same pass of
-    autograd, `task`.
+    """Add a call to the record of the context `here`, if the same thread makes it, in the same pass
+    of autograd, `task`.
     """
-    # A call of another thread, or one that a checkpoint makes again in a backward pass.
+    # Leave out calls of other threads, and those that a checkpoint makes again in a backward pass.
     compiles = torch.compiler.is_compiling()
     if not compiles and (here not in _open.get() or torch._C._current_graph_task_id() != task):
         return
@@ -114,7 +113,7 @@ def _in_function() -> bool:
 
 
 def _without_gradients(value: Tensor) -> Tensor:
-    """The same values. A loss of them, whose gradients would be 0, raises in its backward pass."""
+    """Mark values, so that the backward pass of a loss of them raises: its gradients would be 0."""
     value = value.detach().requires_grad_()
     value.register_hook(_refuse)
     return value

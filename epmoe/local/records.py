@@ -36,7 +36,7 @@ WIDE = (torch.int16, torch.uint16, *INTS)
 def pack_routes(
     record: Mapping[str, Sequence[Routes]], num_experts: int, *, batch: int = 1
 ) -> Tensor:
-    """The experts of all calls of a rollout, such as those of `generate`, in one tensor.
+    """Put the experts of all calls of a rollout, such as those of `generate`, into one tensor.
 
     Args:
         record: what `recording` yields, around calls of one model without gradients.
@@ -51,17 +51,18 @@ def pack_routes(
     Raises ValueError where layers have had other calls than one another, or calls no whole number
     of tokens for each sequence.
     """
-    # All layers have had the same calls, each of whole sequences.
+    # All layers must have had the same calls, each of complete sequences.
     sizes = {name: [len(call.ids) for call in calls] for name, calls in record.items()}
-    of_layers = {tuple(of_layer) for of_layer in sizes.values()}
-    of_calls = of_layers.pop() if len(of_layers) == 1 else ()
-    if not of_calls or any(size % batch for size in of_calls):
+    first = next(iter(sizes.values()), [])
+    are_same = all(of_layer == first for of_layer in sizes.values())
+    are_complete = all(size % batch == 0 for size in first)
+    if not first or not are_same or not are_complete:
         raise ValueError(
             f"`record` must have the same calls of each layer, of {batch} sequences each, got "
             f"{sizes}"
         )
 
-    # Calls behind one another, layers beside one another.
+    # Join the calls of a layer along tokens, then the layers.
     layers = []
     for calls in record.values():
         parts = [call.ids.view(batch, -1, call.ids.shape[1]) for call in calls]
@@ -78,8 +79,9 @@ def pack_routes(
 def pad_routes(
     records: Iterable[Tensor | NDArray[Any]], length: int, starts: Iterable[int] | int = 0
 ) -> Tensor:
-    """Records of sequences [tokens, layers, K] → [B, length, layers, K], in which other positions
-    have no record.
+    """Put records of sequences [tokens, layers, K] into one tensor [B, length, layers, K].
+
+    Other positions of the tensor have no record.
 
     Args:
         records: tensors or arrays of numpy [tokens, layers, K], all of one integer dtype.
@@ -99,7 +101,7 @@ def pad_routes(
     if isinstance(starts, int):
         starts = [starts] * len(tensors)
 
-    # They are alike.
+    # All must have one dtype, and the same layers and K.
     if len({record.dtype for record in tensors}) != 1:
         got = ", ".join(map(describe, tensors)) or "none"
         raise TypeError(f"`records` must be tensors of one dtype, got {got}")
@@ -107,7 +109,7 @@ def pad_routes(
         got = ", ".join(map(describe, tensors))
         raise ValueError(f"`records` must have the same layers and K, got {got}")
 
-    # Each lies at its start, among positions without a record.
+    # Put each at its start, among positions without a record.
     first = tensors[0]
     shape = (len(tensors), length, *first.shape[1:])
     padded = first.new_full(shape, _no_record(first.dtype))
@@ -123,8 +125,10 @@ def pad_routes(
 def unpack_routes(
     routes: Tensor, num_layers: int, num_experts: int, top_k: int, device: torch.device
 ) -> list[Tensor]:
-    """Records [tokens, layers, K] or [B, tokens, layers, K] → for each layer ids int32 [B, tokens,
-    K], in which a token without a record takes `OWN_CHOICE`.
+    """Take records [tokens, layers, K] or [B, tokens, layers, K] apart.
+
+    Returns ids int32 [B, tokens, K] for each layer. The ids of a token without a record are
+    `OWN_CHOICE`.
     """
     if routes.dim() == 3:
         routes = routes[None]
@@ -135,7 +139,7 @@ def unpack_routes(
 
 
 def with_own_choice(ids: Tensor, num_experts: int) -> Tensor:
-    """Ids int32 or int64 [..., K], in which a token without a record takes `OWN_CHOICE`."""
+    """Replace the ids of tokens without a record by `OWN_CHOICE`: int32 or int64 [..., K]."""
     return ids.masked_fill(_unrecorded(ids, num_experts), OWN_CHOICE)
 
 
@@ -147,7 +151,7 @@ def _no_record(dtype: torch.dtype) -> int:
 
 
 def _unrecorded(ids: Tensor, num_experts: int) -> Tensor:
-    """bool [..., 1], whether the K ids of a token are not K experts."""
+    """Whether the K ids of a token are not K different experts, bool [..., 1]."""
     unknown = ((ids < 0) | (ids >= num_experts)).any(-1, keepdim=True)
     in_order = ids.sort(-1).values
     is_twice = (in_order[..., 1:] == in_order[..., :-1]).any(-1, keepdim=True)

@@ -132,21 +132,26 @@ def simulate_routing(
 
 
 def _drifting_order(num_experts: int, seed: int, step: float) -> torch.Tensor:
-    """[E] the position of each expert in the order of popularity. Log positions of two permutations
-    are mixed.
+    """The position of each expert in the order of popularity, [E]. Between two whole steps it
+    mixes the log positions of their permutations.
     """
-    whole = math.floor(step)
-
-    def log_positions(at_step: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) + at_step)
-        return torch.log1p(torch.randperm(num_experts, generator=generator).double())
-
-    mixed = torch.lerp(log_positions(whole), log_positions(whole + 1), step - whole)
+    first = math.floor(step)
+    mixed = torch.lerp(
+        _log_positions(num_experts, seed, first),
+        _log_positions(num_experts, seed, first + 1),
+        step - first,
+    )
     return mixed.argsort().argsort()
 
 
+def _log_positions(num_experts: int, seed: int, step: int) -> torch.Tensor:
+    """The logarithm of each expert's position at a whole step, fp64 [E]."""
+    generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) + step)
+    return torch.log1p(torch.randperm(num_experts, generator=generator).double())
+
+
 def _spoil_logits(logits_TE: torch.Tensor, generator: torch.Generator) -> None:
-    """Write what is no logit into half of the rows, in place."""
+    """Write values that are no logits into half of the rows, in place."""
     tokens, experts = logits_TE.shape
     bad = torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38, -3e38, 0.0], dtype=logits_TE.dtype)
     value_T1 = bad[torch.randint(len(bad), (tokens, 1), generator=generator)]
@@ -164,7 +169,7 @@ def _spoil_routing(
     id_dtype: torch.dtype,
     generator: torch.Generator,
 ) -> None:
-    """Write what is no id and no weight into pairs of half of the rows, in place."""
+    """Write bad ids and weights into pairs of half of the rows, in place."""
     shape = ids_TK.shape
     limits = torch.iinfo(id_dtype)
     bad_ids = [-1, experts, experts + 1, -2, limits.min, limits.max]
@@ -172,12 +177,14 @@ def _spoil_routing(
         bad_ids += [2**31, 2**32, 2**32 + experts - 1, -(2**32)]
     bad_weights = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0])
 
-    def pick(values: torch.Tensor) -> torch.Tensor:
-        return values[torch.randint(len(values), shape, generator=generator)]
-
     # What a pair gets: 0 is a duplicate, 1 a bad id, 2 a bad weight, 3 nothing.
     kind_TK = torch.randint(4, shape, generator=generator)
     kind_TK[torch.rand(shape[0], generator=generator) < 0.5] = 3
     ids_TK.copy_(torch.where(kind_TK == 0, ids_TK[:, :1], ids_TK))
-    ids_TK.copy_(torch.where(kind_TK == 1, pick(torch.tensor(bad_ids)), ids_TK))
-    weights_TK.copy_(torch.where(kind_TK == 2, pick(bad_weights), weights_TK))
+    ids_TK.copy_(torch.where(kind_TK == 1, _drawn(torch.tensor(bad_ids), shape, generator), ids_TK))
+    weights_TK.copy_(torch.where(kind_TK == 2, _drawn(bad_weights, shape, generator), weights_TK))
+
+
+def _drawn(values: torch.Tensor, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """A tensor of this shape, each element one of `values`."""
+    return values[torch.randint(len(values), shape, generator=generator)]

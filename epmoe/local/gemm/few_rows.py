@@ -23,24 +23,29 @@ from epmoe.native.arguments import FP8, MXFP4
 
 # Rows of an expert, on average. What was measured is in docs/experiments.md, "Experts with few
 # rows".
-_ONE_TILE, _TWO_TILES = (
-    4.0,
-    12.0,
-)  # up to so many rows, one tile of 8 tokens is the fastest, or two; MXFP4 has four
+# Up to so many rows one tile of 8 tokens is the fastest.
+_ONE_TILE = 4.0
+# Up to so many rows two tiles are. MXFP4 has four.
+_TWO_TILES = 12.0
 MOST_ROWS_OF_MXFP4 = 24.0
 """The kernels take calls with at most so many, where our GEMM takes more; where all weights are
 dequantized for more, `MOST_BEFORE_ALL`.
 """
 MOST_BEFORE_ALL = 96.0
-_COPY_SHARE = 0.87  # of the memory's peak speed, that a copy reaches
-_H100_GB_PER_S = 3352.0  # its peak
-_FAST_GB_PER_S = 27.0  # of memory for a multiprocessor, between H100 (22) and H200 (32)
-# with fast memory, TMA wins where fp8 weights take less time to read: they are widened too slowly
+# Share of the memory's peak speed that a copy reaches.
+_COPY_SHARE = 0.87
+# Peak speed of the memory of H100.
+_H100_GB_PER_S = 3352.0
+# Memory is fast if it has more for each multiprocessor: between H100 (22) and H200 (32).
+_FAST_GB_PER_S = 27.0
+# With fast memory, TMA wins where fp8 weights take less time to read: they are widened too slowly.
 _SHORT_US = 150.0
-# with slow memory, TMA wins where a call reads for longer: it begins later, and reads 5 % faster
+# With slow memory, TMA wins where a call reads for longer: it begins later, and reads 5 % faster.
 _SOON_US = 130.0
-_FEWEST = 0.5  # rows of an expert: with more, TMA wins in both these cases
-_MOST_EXPERTS = 8192  # whose table fits into the shared memory of a block, in all kernels
+# Rows of an expert: with more, TMA wins in both these cases.
+_FEWEST = 0.5
+# The table of so many experts fits into the shared memory of a block, in all kernels.
+_MOST_EXPERTS = 8192
 
 
 class Reading(NamedTuple):
@@ -53,32 +58,31 @@ class Reading(NamedTuple):
 
     @classmethod
     def of(cls, weight_bytes: float, copy_gb_per_s: float, multiprocessors: int) -> Reading:
-        """`copy_gb_per_s`: bytes read plus bytes written by a copy."""
-        return cls(
-            weight_bytes / 1000 / copy_gb_per_s, copy_gb_per_s > _FAST_GB_PER_S * multiprocessors
-        )
+        """By the speed of a copy, which counts bytes read and bytes written."""
+        us = weight_bytes / 1000 / copy_gb_per_s
+        return cls(us, copy_gb_per_s > _FAST_GB_PER_S * multiprocessors)
 
     @classmethod
     def on_gpu(cls, gate_up: Tensor, down: Tensor) -> Reading:
-        """By what the driver says of their GPU, or as on H100 where it says 0."""
+        """By what the driver says of the GPU of these weights, or as on H100 where it says 0."""
         found = torch.cuda.get_device_properties(down.device)
-        peak_gb_per_s = (
-            2 * found.memory_clock_rate * found.memory_bus_width / 8e6 or _H100_GB_PER_S
-        )  # 2 bits a clock
-        return cls.of(
-            gate_up.nbytes + down.nbytes, _COPY_SHARE * peak_gb_per_s, found.multi_processor_count
-        )
+        # Memory moves 2 bits a clock and line.
+        peak_gb_per_s = 2 * found.memory_clock_rate * found.memory_bus_width / 8e6
+        copy_gb_per_s = _COPY_SHARE * (peak_gb_per_s or _H100_GB_PER_S)
+        return cls.of(gate_up.nbytes + down.nbytes, copy_gb_per_s, found.multi_processor_count)
 
 
 def most_rows(dtype: torch.dtype, reading: Reading) -> float:
-    """Rows of an expert, on average, up to which kernels by TMA are no faster. `dtype` of weights:
-    bf16 or fp8.
+    """The most rows of an expert, on average, with which kernels by TMA are no faster. `dtype` is
+    that of weights, bf16 or fp8.
     """
     if reading.fast:
-        return _FEWEST if dtype == FP8 and reading.us < _SHORT_US else _ONE_TILE
-    # With n rows an expert, the share 1 − e⁻ⁿ of the experts is read, in this share of
+        is_widened_too_slowly = dtype == FP8 and reading.us < _SHORT_US
+        return _FEWEST if is_widened_too_slowly else _ONE_TILE
+    # With n rows an expert, a call reads the share 1 − e⁻ⁿ of the experts, and takes this share of
     # `reading.us`.
-    return min(_FEWEST, -math.log1p(-min(_SOON_US / max(reading.us, 1e-9), 0.9)))
+    share = min(_SOON_US / max(reading.us, 1e-9), 0.9)
+    return min(_FEWEST, -math.log1p(-share))
 
 
 class FewRows(Gemm):
@@ -88,26 +92,28 @@ class FewRows(Gemm):
     needs_gpu = True
     takes_all_calls = False
     takes_fp8 = True
-    # Of which D and F are multiples:
+    # D and F are multiples of it, by dtype.
     steps: ClassVar[dict[torch.dtype, int]] = {torch.bfloat16: 64, FP8: FP8_BLOCKS.block[1]}
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
         problem = problem_on_hopper("the kernel for few rows", gate_up, down, self.steps)
-        if problem is None and any(
-            not each.is_contiguous() or each.data_ptr() % 16 for each in (gate_up, down)
-        ):
-            return ValueError(
-                "the kernel for few rows takes contiguous weights that start at multiples of 16 "
-                "bytes"
-            )
-        if problem is None and len(down) > _MOST_EXPERTS:
+        if problem is not None:
+            return problem
+        for weights in (gate_up, down):
+            if not weights.is_contiguous() or weights.data_ptr() % 16:
+                return ValueError(
+                    "the kernel for few rows takes contiguous weights that start at multiples of "
+                    "16 bytes"
+                )
+        if len(down) > _MOST_EXPERTS:
             return ValueError(
                 f"the kernel for few rows takes at most {_MOST_EXPERTS} experts, got {len(down)}"
             )
-        return problem
+        return None
 
     def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
-        if problem_of_build(down.device) is not None:  # kernels by TMA do not run there
+        # Kernels by TMA may not run there.
+        if problem_of_build(down.device) is not None:
             return _ONE_TILE
         return most_rows(down.dtype, Reading.on_gpu(gate_up, down))
 
@@ -117,8 +123,8 @@ class FewRows(Gemm):
     def experts(
         self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments
     ) -> Tensor:
-        """Two kernels compute the outputs. fp8 rows stay fp8 between them, with a power of two for
-        every 16 columns.
+        """Compute the outputs by two kernels. fp8 rows stay fp8 between them, with a power of two
+        as the scale of every 16 columns.
         """
         assert segments.rows_per_expert is not None
         operands = self._operands(weights, rows, scales, segments)
@@ -129,26 +135,22 @@ class FewRows(Gemm):
     def _operands(
         self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments
     ) -> tuple[object, ...]:
-        """What the operators take, with rows as the kernels want them."""
+        """The arguments of the operators, with rows as the kernels want them."""
         if weights.down.dtype == FP8 and scales is None:
             rows, scales = quantize_fp8(rows, num_tokens=segments.offsets[-1])
         elif weights.down.dtype != FP8:
             rows = plain_rows((rows, scales), product_dtype(weights.down))
             scales = None
-        gate_up, down, *scales_and_biases = weights[:6]
-        # Weights are contiguous, or `problem_with` refuses them.
-        gate_up_scales, down_scales, gate_up_bias, down_bias = [
-            None if given is None else given.contiguous() for given in scales_and_biases
-        ]
+        # `problem_with` refuses weights that are not contiguous, but asks for nothing of the rest.
         return (
             rows.contiguous(),
             scales,
-            gate_up,
-            gate_up_scales,
-            gate_up_bias,
-            down,
-            down_scales,
-            down_bias,
+            weights.gate_up,
+            _contiguous(weights.gate_up_scales),
+            _contiguous(weights.gate_up_bias),
+            weights.down,
+            _contiguous(weights.down_scales),
+            _contiguous(weights.down_bias),
             segments.offsets,
             segments.tokens,
             *weights.gating,
@@ -160,16 +162,24 @@ class FewRows(Gemm):
 
 
 class FewRowsOfMxfp4(FewRows):
-    """The same for weights in MXFP4 and bf16 rows, with bf16 between the kernels."""
+    """Our kernels for few bf16 rows and weights in MXFP4, with bf16 between the kernels."""
 
     name = "few_rows_mxfp4"
     takes_fp8 = False
     steps: ClassVar = {MXFP4: MXFP4_GROUPS.block[1]}
 
     def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
-        return (
-            MOST_ROWS_OF_MXFP4 if Hopper().problem_with(gate_up, down) is None else MOST_BEFORE_ALL
-        )
+        if Hopper().problem_with(gate_up, down) is None:
+            return MOST_ROWS_OF_MXFP4
+        return MOST_BEFORE_ALL
 
     def _token_tiles(self, dtype: torch.dtype, rows_per_expert: float) -> int:
-        return 1 if rows_per_expert <= _ONE_TILE else 2 if rows_per_expert <= _TWO_TILES else 4
+        if rows_per_expert <= _ONE_TILE:
+            return 1
+        if rows_per_expert <= _TWO_TILES:
+            return 2
+        return 4
+
+
+def _contiguous(value: Tensor | None) -> Tensor | None:
+    return None if value is None else value.contiguous()

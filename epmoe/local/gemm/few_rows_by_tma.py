@@ -1,14 +1,15 @@
-"""Calls in which an expert has some rows: kernels of our own, which read weights by TMA and
+"""Kernels of our own for calls in which an expert has some rows. They read weights by TMA and
 multiply by wgmma.
 
-They take the calls between those of `FewRows` and those of a GEMM. Sums have the order of the GEMM
-for many rows, so `batch_invariant` experts take them for all calls below its own. How they work
-stands with the kernels, `few_rows_by_tma` of csrc/cuda/hopper.
+They take calls with more rows than `FewRows` and fewer than a GEMM for many rows. They add in the
+order of that GEMM, so `batch_invariant` experts use them for all calls with fewer rows. How they
+work stands with the kernels, `few_rows_by_tma` of csrc/cuda/hopper.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,31 +22,43 @@ from epmoe.local.gemm.hopper import Hopper, problem_of_build
 from epmoe.local.quantize import quantize_weights
 from epmoe.native.arguments import FP8
 
-# Rows of an expert, on average. What was measured is in docs/experiments.md, "Experts with few
-# rows". By dtype and whether memory is fast, in three parts: rows up to which the kernels are
-# faster than a GEMM where weights are many; µs · rows, which over the µs of reading add rows where
-# they are few, since a GEMM begins later; the most.
+
+class _Border(NamedTuple):
+    """Up to how many rows of an expert, on average, the kernels are faster than a GEMM."""
+
+    many_weights: float
+    """where weights are many"""
+    lead_rows_us: float
+    """divided by the µs of reading, this adds rows where weights are few: a GEMM begins later"""
+    at_most: float
+
+
+# By dtype and whether memory is fast. What was measured is in docs/experiments.md, "Experts with
+# few rows".
 _BORDERS = {
-    (torch.bfloat16, False): (39.0, 10_000.0, 64.0),
-    (torch.bfloat16, True): (39.0, 10_000.0, 48.0),
-    (FP8, False): (39.0, 2_600.0, 64.0),
-    (FP8, True): (28.0, 500.0, 48.0),
+    (torch.bfloat16, False): _Border(39.0, 10_000.0, 64.0),
+    (torch.bfloat16, True): _Border(39.0, 10_000.0, 48.0),
+    (FP8, False): _Border(39.0, 2_600.0, 64.0),
+    (FP8, True): _Border(28.0, 500.0, 48.0),
 }
-_HALF_TILES = {torch.bfloat16: 8.0, FP8: 20.0}  # up to so many rows tiles have 32 rows, then 64
+# Up to so many rows of an expert tiles have 32 rows, then 64.
+_HALF_TILES = {torch.bfloat16: 8.0, FP8: 20.0}
+# Experts of a rank, D and F in fp8: their table and the scales of a tile lie in shared memory.
 _MOST_OF_FP8 = 1024, 27_264, 128_768
-"""Experts of a rank, D and F in fp8: their table and the scales of a tile lie in shared memory."""
+# The GEMMs of calls with more rows.
 _MANY: dict[torch.dtype, Gemm] = {
     torch.bfloat16: Hopper(),
     FP8: DeepGemm(),
-}  # the GEMM of calls with more
+}
 
 
 def most_rows_by_tma(dtype: torch.dtype, reading: Reading) -> float:
-    """Rows of an expert, on average, up to which a GEMM is slower. `dtype` of weights:
-    bf16 or fp8.
+    """The most rows of an expert, on average, with which a GEMM is slower. `dtype` is that of
+    weights, bf16 or fp8.
     """
-    most, lead, of_all = _BORDERS[dtype, reading.fast]
-    return min(most + lead / max(reading.us, 1e-9), of_all)
+    border = _BORDERS[dtype, reading.fast]
+    lead = border.lead_rows_us / max(reading.us, 1e-9)
+    return min(border.many_weights + lead, border.at_most)
 
 
 class FewRowsByTma(FewRows):
@@ -59,17 +72,17 @@ class FewRowsByTma(FewRows):
         problem = super().problem_with(gate_up, down)
         if problem is not None:
             return problem
-        if down.dtype == FP8 and any(
-            size > most for size, most in zip(down.shape, _MOST_OF_FP8, strict=True)
-        ):
-            return ValueError(
-                f"the kernel takes fp8 of at most {_MOST_OF_FP8} experts, D and F, got "
-                f"{(*down.shape,)}"
-            )
+        if down.dtype == FP8:
+            for size, most in zip(down.shape, _MOST_OF_FP8, strict=True):
+                if size > most:
+                    return ValueError(
+                        f"the kernel takes fp8 of at most {_MOST_OF_FP8} experts, D and F, got "
+                        f"{(*down.shape,)}"
+                    )
         return problem_of_build(down.device)
 
     def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
-        """With fp8 the experts in one kernel may be faster before a GEMM is."""
+        """See `Gemm.most_rows`. With fp8, `FusedExperts` may take over before a GEMM does."""
         most = self._most_before_many(gate_up, down)
         if down.dtype != FP8:
             return most
@@ -79,7 +92,7 @@ class FewRowsByTma(FewRows):
         return most
 
     def _most_before_many(self, gate_up: Tensor, down: Tensor) -> float:
-        """Rows of an expert, on average, up to which the GEMM for many rows is slower."""
+        """The most rows of an expert, on average, with which the GEMM for many rows is slower."""
         if down.dtype == FP8 and _MANY[FP8].problem_with(gate_up, down) is not None:
             return MOST_BEFORE_ALL
         return most_rows_by_tma(down.dtype, Reading.on_gpu(gate_up, down))
@@ -89,7 +102,9 @@ class FewRowsByTma(FewRows):
 
 
 class InvariantFewRows(FewRowsByTma):
-    """The same with the bits of the GEMM for many rows: our own for bf16, DeepGEMM for fp8."""
+    """The kernels of `FewRowsByTma` with the bits of the GEMM for many rows: our own for bf16,
+    DeepGEMM for fp8.
+    """
 
     name = "invariant_few_rows"
     batch_invariant = True
@@ -98,7 +113,9 @@ class InvariantFewRows(FewRowsByTma):
         return self._most_before_many(gate_up, down)
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
-        """Rows of both ways of computing show whether the installed DeepGEMM adds in this order."""
+        """See `Gemm.problem_with`. A product shows whether the installed DeepGEMM adds in the same
+        order.
+        """
         problem = super().problem_with(gate_up, down)
         if problem is not None:
             return problem
@@ -106,41 +123,51 @@ class InvariantFewRows(FewRowsByTma):
 
 
 @functools.cache
-def _other_bits(dtype: torch.dtype, device: torch.device) -> Exception | None:
-    """Whether outputs of drawn rows have other bits than those of the GEMM for many rows."""
-    generator = torch.Generator().manual_seed(0)
-    size, few, more = 256, 3, 40  # D and F, and the rows of two experts
+def _other_bits(dtype: torch.dtype, device: torch.device) -> ValueError | None:
+    """Compare outputs of random rows with those of the GEMM for many rows, to the bit. Returns why
+    they differ, or None.
+    """
+    # Two experts of D = F = `size`, whose segments start at multiples of a block.
+    size = 256
+    few = 3
+    more = 40
     block = DeepGemm.block
+    random = _Random(device)
+    with torch.inference_mode(), torch.cuda.device(device):
+        gate_up, gate_up_scales = random.weights(2 * size, size, dtype)
+        down, down_scales = random.weights(size, size, dtype)
+        weights = Weights(gate_up, down, gate_up_scales, down_scales, None, None, SWIGLU)
+        offsets = torch.tensor([0, block, 2 * block], dtype=torch.int32, device=device)
+        tokens = torch.tensor([few, more], dtype=torch.int32, device=device)
+        segments = Segments(offsets, tokens, block, rows_per_expert=1.0)
+        rows = random.values(2 * block, size)
+        got = InvariantFewRows().experts(weights, rows, None, segments)
+        wanted = _MANY[dtype].experts(weights, rows, None, segments)
 
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device="cpu").to(device, torch.bfloat16)
+        # Rows of gaps are undefined.
+        differs = got.view(torch.int16) != wanted.view(torch.int16)
+        differing = int(differs[:few].sum()) + int(differs[block : block + more].sum())
+    if not differing:
+        return None
+    return ValueError(f"few rows have other bits than many, in {differing} elements")
 
-    def weights(n: int) -> tuple[Tensor, Tensor | None]:
-        plain = drawn(2, n, size) / size**0.5
+
+class _Random:
+    """Random rows and weights, the same in each process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._generator = torch.Generator().manual_seed(0)
+
+    def values(self, *shape: int) -> Tensor:
+        """bf16 values of this shape."""
+        values = torch.randn(shape, generator=self._generator, device="cpu")
+        return values.to(self._device, torch.bfloat16)
+
+    def weights(self, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Weights [2, n, k] of two experts in bf16, or in fp8 with their scales."""
+        plain = self.values(2, n, k) / k**0.5
         if dtype != FP8:
             return plain, None
-        values, scales = zip(*map(quantize_weights, plain), strict=True)
-        return torch.stack(values), torch.stack(scales)
-
-    with torch.inference_mode(), torch.cuda.device(device):
-        (gate_up, gate_up_scales), (down, down_scales) = weights(2 * size), weights(size)
-        given = Weights(gate_up, down, gate_up_scales, down_scales, None, None, SWIGLU)
-        numbers = (0, block, 2 * block), (few, more)
-        offsets, tokens = (torch.tensor(each, dtype=torch.int32, device=device) for each in numbers)
-        call = (
-            given,
-            drawn(2 * block, size),
-            None,
-            Segments(offsets, tokens, block, rows_per_expert=1.0),
-        )
-        got, wanted = (
-            gemm.experts(*call).view(torch.int16) for gemm in (InvariantFewRows(), _MANY[dtype])
-        )
-        differing = sum(
-            int((got[i : i + n] != wanted[i : i + n]).sum()) for i, n in ((0, few), (block, more))
-        )
-    return (
-        ValueError(f"few rows have other bits than many, in {differing} elements")
-        if differing
-        else None
-    )
+        first, second = map(quantize_weights, plain)
+        return torch.stack([first.q, second.q]), torch.stack([first.scales, second.scales])

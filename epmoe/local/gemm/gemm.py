@@ -54,19 +54,28 @@ class Segments(NamedTuple):
     """of an expert on average, as far as this rank can tell; None: not known"""
 
 
+class Factors(NamedTuple):
+    """The factors b · a of adapters, whose C columns lie side by side."""
+
+    a: Tensor
+    """[e, C, k]"""
+    b: Tensor
+    """[e, n, C]"""
+
+
 class Added(NamedTuple):
-    """What is added to both products of a call: products with weights a, then b. Each row has some
-    of their columns.
-    """
+    """What adapters add to both products of a call. Each row has some of their columns."""
 
-    gemm: Gemm  # multiplies by a and b, whatever the segments are
-    gate_up: tuple[Tensor, Tensor]  # a [e, C, D] and b [e, 2F, C]
-    down: tuple[Tensor, Tensor]  # a [e, C, F] and b [e, D, C]
-    # bool [N, C]: those that do not count for a row; the stage may leave out rows at the end
+    gemm: Gemm
+    """multiplies by a and b, whatever the segments are"""
+    gate_up: Factors
+    down: Factors
     masked_columns: Tensor
+    """bool [N, C]: columns that do not count for a row; the stage may leave out rows at the end"""
 
-    def to(self, out: Tensor, rows: Scaled, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-        """`out` [N, n], to which the products with rows [N, k] are added in place."""
+    def to(self, out: Tensor, rows: Scaled, factors: Factors, ends: Tensor) -> Tensor:
+        """Add the products of rows [N, k] and the factors to `out` [N, n], in place."""
+        a, b = factors
         low = self.gemm.product((plain_rows(rows, a.dtype), None), (a, None), ends)
         # Columns of other adapters than the row's do not count.
         low.masked_fill_(self.masked_columns[: len(low)], 0)
@@ -103,7 +112,9 @@ class TrainedSegments(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What the backward pass needs of the forward one. None where nobody asks for what it gives."""
+    """Tensors of the forward pass that the backward pass needs. A tensor is None where only
+    gradients need it that nobody asks for.
+    """
 
     rows: Tensor | None
     """[N, D]"""
@@ -117,35 +128,54 @@ class Kept(NamedTuple):
     down_bias: Tensor | None
 
 
-class Weights(NamedTuple):
-    """The experts, as `GroupedExperts` has them."""
+class ExpertGradients(NamedTuple):
+    """The gradients that `Gemm.train_backward` returns."""
 
-    gate_up: Tensor  # [e, 2F, D]; [e, 2F, D/2] in MXFP4
-    down: Tensor  # [e, D, F]; [e, D, F/2] in MXFP4
-    # Of `WeightFormat.scales_shape`, or None where the format has none.
+    gate_up: Tensor
+    """[N, 2F], of the first product behind its bias"""
+    row_weights: Tensor
+    """fp32 [N]"""
+    rows: Tensor | None
+    """[N, D]"""
+    w_gate_up: Tensor | None
+    """[e, 2F, D]"""
+    w_down: Tensor | None
+    """[e, D, F]"""
+
+
+class Weights(NamedTuple):
+    """The weights of experts, as `GroupedExperts` has them, and what belongs to a call of them."""
+
+    gate_up: Tensor
+    """[e, 2F, D]; [e, 2F, D/2] in MXFP4"""
+    down: Tensor
+    """[e, D, F]; [e, D, F/2] in MXFP4"""
     gate_up_scales: Tensor | None
+    """of `WeightFormat.scales_shape`, or None where the format has none"""
     down_scales: Tensor | None
-    gate_up_bias: Tensor | None  # [e, 2F]
-    down_bias: Tensor | None  # [e, D]
+    gate_up_bias: Tensor | None
+    """[e, 2F]"""
+    down_bias: Tensor | None
+    """[e, D]"""
     gating: Gating
     added: Added | None = None
-    """what adapters add in this call; GEMMs for some calls only, such as those for few rows, do not
-    get it
-    """
+    """what adapters add in this call. GEMMs for few rows do not get it"""
 
     @property
     def dtype(self) -> torch.dtype:
-        """of outputs"""
+        """The dtype of outputs."""
         return product_dtype(self.down)
 
 
 class Gemm(ABC):
-    """A grouped GEMM. It has no state; `table.choose` asks it once for given weights, and each call
+    """A grouped GEMM. It has no state. `table.choose` asks it once for given weights, and each call
     asks `takes`.
     """
 
-    name: ClassVar[str]  # `GroupedExperts(gemm=…)` and operators use it
-    needs_gpu: ClassVar[bool] = False  # users can choose it by its name, for GPUs
+    name: ClassVar[str]
+    """`GroupedExperts(gemm=…)` and operators use it."""
+    needs_gpu: ClassVar[bool] = False
+    """It runs on GPUs only, and users can choose it by its name."""
     block: ClassVar[int] = 1
     """Segments must start at multiples of this number of rows, which divides
     `epmoe.config.config.ROW_BLOCKS`.
@@ -163,19 +193,19 @@ class Gemm(ABC):
 
     @abstractmethod
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
-        """Why it cannot take these weights on their device, or None. ImportError is of a library
-        that does not work, and its kind ModuleNotFoundError of one that is not installed.
+        """Why it cannot take these weights on their device, or None. ImportError: a library does
+        not work; ModuleNotFoundError: it is not installed.
         """
 
     def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
-        """Rows of an expert, on average, up to which it is the GEMM for these weights on their
-        device.
+        """The most rows of an expert, on average, of calls that it takes with these weights on
+        their device.
         """
         return math.inf
 
     def takes(self, segments: Segments, most_rows: float = math.inf) -> bool:
-        """Whether it takes a call with such segments, by its `most_rows`. Nothing looks at the
-        device.
+        """Whether it takes a call with such segments. `most_rows` is its own; it does not look at
+        the device.
         """
         return segments.alignment % self.block == 0
 
@@ -186,8 +216,8 @@ class Gemm(ABC):
         return False
 
     def is_capturable(self, weights: Tensor) -> bool:
-        """Whether a CUDA graph can capture products with these weights: the host waits
-        for nothing.
+        """Whether a CUDA graph can capture products with these weights. The host then waits for
+        nothing.
         """
         return True
 
@@ -237,8 +267,10 @@ class Gemm(ABC):
     def train(
         self, rows: Tensor, weights: TrainedWeights, segments: TrainedSegments, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Both products with the activation between them: outputs [N, D] of rows [N, D] without
-        the bias behind, and [N, 2F] in front of `bias` and activation.
+        """Run both products with the activation between them, for rows [N, D].
+
+        Returns outputs [N, D] without the bias of down, and [N, 2F], the first product before
+        `bias` and activation.
         """
         offsets, tokens, *gating = segments
         ends = offsets[1:]
@@ -254,13 +286,15 @@ class Gemm(ABC):
         w_down: Tensor,
         segments: TrainedSegments,
         needs_down: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients of `gate_up` [N, 2F], of row weights fp32 [N], and of rows, both weights: those
-        of rows with `w_gate_up`, and of that with rows. `gate_up` has its bias.
+    ) -> ExpertGradients:
+        """The gradients of `train`, given that of outputs [N, D].
+
+        `gate_up` [N, 2F] has its bias. Gradients of rows need `kept.w_gate_up`, and those of
+        `w_gate_up` need `kept.rows`: each is None without.
         """
         ends = segments.offsets[1:]
-        # The inputs of the second product come out of the activation's backward once more: [N, F]
-        # that nobody has kept.
+        # `weighted` [N, F], the inputs of the second product, are computed once more: the forward
+        # pass has not kept them.
         grad_activated = self.multiply_plain(grad, w_down.transpose(1, 2), ends)
         grad_gate_up, grad_weights, weighted = ops.weighted_gates_backward(
             grad_activated, gate_up, kept.row_weights, *segments, needs_down
@@ -274,7 +308,7 @@ class Gemm(ABC):
         of_gate_up = None
         if kept.rows is not None:
             of_gate_up = self.multiply_for_weights(grad_gate_up, kept.rows, ends)
-        return grad_gate_up, grad_weights, grad_rows, of_gate_up, of_down
+        return ExpertGradients(grad_gate_up, grad_weights, grad_rows, of_gate_up, of_down)
 
     def product(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int = 1) -> Tensor:
         """`multiply`, which torch.compile sees as one operator where it cannot trace it."""
@@ -288,11 +322,12 @@ class Gemm(ABC):
     def experts(
         self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments
     ) -> Tensor:
-        """Rows [N, D], in the dtype of outputs or fp8 with scales fp32 [N, D/128], → outputs [N,
-        D]. A GEMM that fuses the parts of the stage has a method of its own, opaque to
-        torch.compile.
+        """The whole stage: rows [N, D] → outputs [N, D].
+
+        Rows are in the dtype of outputs, or fp8 with scales fp32 [N, D/128]. A GEMM that fuses the
+        stage has a method of its own, opaque to torch.compile.
         """
-        given = (rows, scales)
+        unquantized = (rows, scales)
         added = weights.added
         ends = segments.offsets[1:]
         n = rows.shape[0]
@@ -310,11 +345,11 @@ class Gemm(ABC):
             (rows, scales), (weights.gate_up, weights.gate_up_scales), ends, alignment
         )
         if added is not None:
-            gate_up = added.to(gate_up, given, *added.gate_up, ends)
+            gate_up = added.to(gate_up, unquantized, added.gate_up, ends)
         activated = _activation(gate_up, weights, segments, in_fp8)
         out = self.product(activated, (weights.down, weights.down_scales), ends, alignment)
         if added is not None:
-            out = added.to(out, activated, *added.down, ends)
+            out = added.to(out, activated, added.down, ends)
         if weights.down_bias is not None:
             out = out + bias_of_rows(weights.down_bias, ends, n)
         return out
@@ -332,7 +367,7 @@ def problem_on_hopper(
     name: str, gate_up: Tensor, down: Tensor, steps: dict[torch.dtype, int]
 ) -> ValueError | None:
     """Why a library called `name`, for compute capability 9, does not take these weights, or None.
-    `steps`: by dtype, of what all sizes must be multiples.
+    `steps`: by dtype, the number that must divide all sizes.
     """
     # The dtype, the GPU, then the sizes.
     if down.dtype not in steps:
@@ -377,8 +412,8 @@ def plain_weights(weights: Scaled) -> Tensor:
 
 
 def bias_of_rows(bias: Tensor, ends: Tensor, num_rows: int) -> Tensor:
-    """[N, n]: for each row the bias [e, n] of its expert, by the ends of segments, int32 [e]. Rows
-    past the last one have that of the first expert.
+    """The bias of each row's expert, [N, n], by the ends of segments, int32 [e]. Rows past the last
+    segment have that of the first expert.
     """
     numbers = torch.arange(num_rows, dtype=torch.int32, device=ends.device)
     experts = torch.searchsorted(ends, numbers, right=True, out_int32=True)
@@ -388,8 +423,8 @@ def bias_of_rows(bias: Tensor, ends: Tensor, num_rows: int) -> Tensor:
 
 
 def _activation(gate_up: Tensor, weights: Weights, segments: Segments, quantize: bool) -> Scaled:
-    """[N, F] of [N, 2F]; with `quantize` in fp8, and with scales. Only rows of segments are
-    computed, since there may be many more.
+    """The gated activation, [N, 2F] → [N, F]; with `quantize` in fp8 with scales. Only rows of
+    segments are computed, since there may be many more.
     """
     bias = weights.gate_up_bias
     gating = weights.gating

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from epmoe.local.gemm.gemm import (
+    ExpertGradients,
     Gemm,
     Kept,
     Scaled,
@@ -51,8 +52,8 @@ class Hopper(Gemm):
                 f"Hopper's kernel takes at most {_MOST_EXPERTS} experts, got {len(down)}"
             )
         for weights in (gate_up, down):
-            is_transposed = down.dtype != MXFP4 and _is_whole(weights.mT)
-            if not _is_whole(weights) and not is_transposed:
+            is_transposed = down.dtype != MXFP4 and _fits_tma(weights.mT)
+            if not _fits_tma(weights) and not is_transposed:
                 return ValueError(
                     "Hopper's kernel takes contiguous weights, or transposed bf16, at multiples of "
                     "16 bytes"
@@ -66,26 +67,26 @@ class Hopper(Gemm):
 
     def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
         values, scales = weights
-        plain = _whole(plain_rows(rows, product_dtype(values)))
+        plain = _for_tma(plain_rows(rows, product_dtype(values)))
         if scales is None:
             product: Tensor = ops.hopper_gemm(plain, values, ends)
         else:
-            product = ops.hopper_gemm_mxfp4(plain, values, _whole(scales), ends)
+            product = ops.hopper_gemm_mxfp4(plain, values, _for_tma(scales), ends)
         return product
 
     def multiply_plain(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-        product: Tensor = ops.hopper_gemm(_whole(rows), weights, ends)
+        product: Tensor = ops.hopper_gemm(_for_tma(rows), weights, ends)
         return product
 
     def multiply_for_weights(self, grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
-        gradient: Tensor = ops.hopper_gemm_weights(_whole(grad), _whole(rows), ends)
+        gradient: Tensor = ops.hopper_gemm_weights(_for_tma(grad), _for_tma(rows), ends)
         return gradient
 
     def train(
         self, rows: Tensor, weights: TrainedWeights, segments: TrainedSegments, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         out, gate_up = ops.hopper_experts(
-            _whole(rows), weights.gate_up, weights.down, bias, *segments
+            _for_tma(rows), weights.gate_up, weights.down, bias, *segments
         )
         return out, gate_up
 
@@ -97,31 +98,39 @@ class Hopper(Gemm):
         w_down: Tensor,
         segments: TrainedSegments,
         needs_down: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    ) -> ExpertGradients:
         rows = kept.rows
         if rows is not None:
-            rows = _whole(rows)
+            rows = _for_tma(rows)
         w_gate_up = kept.w_gate_up
-        found = ops.hopper_experts_backward(
-            _whole(grad), rows, gate_up, kept.row_weights, w_gate_up, w_down, *segments, needs_down
+        tensors = ops.hopper_experts_backward(
+            _for_tma(grad),
+            rows,
+            gate_up,
+            kept.row_weights,
+            w_gate_up,
+            w_down,
+            *segments,
+            needs_down,
         )
-        grad_gate_up, grad_weights, grad_rows, of_gate_up, of_down = found
-        return (
-            grad_gate_up,
-            grad_weights,
-            None if w_gate_up is None else grad_rows,
-            None if rows is None else of_gate_up,
-            of_down if needs_down else None,
-        )
+        # Where a gradient is not asked for, the operator returns an empty tensor.
+        gradients = ExpertGradients(*tensors)
+        if w_gate_up is None:
+            gradients = gradients._replace(rows=None)
+        if rows is None:
+            gradients = gradients._replace(w_gate_up=None)
+        if not needs_down:
+            gradients = gradients._replace(w_down=None)
+        return gradients
 
 
-def _is_whole(tensor: Tensor) -> bool:
-    """Whether TMA can read it."""
+def _fits_tma(tensor: Tensor) -> bool:
+    """Whether TMA can read a tensor."""
     return tensor.is_contiguous() and tensor.data_ptr() % _BYTES == 0
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy that TMA can read."""
+def _for_tma(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy if TMA cannot read it."""
     if tensor.is_contiguous() and tensor.data_ptr() % _BYTES == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)

@@ -5,7 +5,7 @@ imagines. On GPUs: tests/distributed/test_busy_gpu.py.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from threading import Thread
 from types import SimpleNamespace
 
@@ -15,7 +15,6 @@ from helpers import alone
 
 import epmoe
 from epmoe.exchange import unscheduled
-from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.peek import Peek
 from epmoe.exchange.unscheduled import LOOK_S, CopyOfNow, LateStage, NextWork, Watch
 from epmoe.group import waiting
@@ -144,13 +143,19 @@ def gpu() -> Gpu:
     return gpu
 
 
+def assert_late(found: tuple[LateStage, float] | None, stage: LateStage) -> None:
+    """The stage is late, and the host says so in time."""
+    assert found is not None
+    late, seconds = found
+    assert late == stage and TIMEOUT_S <= seconds <= TIMEOUT_S + 3 * LOOK_S
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_kernel_without_a_place_is_late(gpu, stage):
     if stage:
         gpu.launch().begin(ends=True)
     gpu.launch()
-    late, seconds = gpu.looks(3.0)
-    assert late == LateStage(stage, 4) and TIMEOUT_S <= seconds <= TIMEOUT_S + 3 * LOOK_S
+    assert_late(gpu.looks(3.0), LateStage(stage, 4))
 
 
 def test_the_caller_goes_on_launching(gpu):
@@ -217,8 +222,7 @@ def test_polls_while_another_thread_launches(gpu):
     assert gpu.looks(10.0, None) is None
     gpu.phases += 2
     gpu.replay()
-    late, seconds = gpu.looks(3.0, None)
-    assert late == LateStage(0, 4) and TIMEOUT_S <= seconds <= TIMEOUT_S + 3 * LOOK_S
+    assert_late(gpu.looks(3.0, None), LateStage(0, 4))
 
 
 def test_a_launch_behind_a_look_that_does_not_see_the_state(gpu):
@@ -236,8 +240,7 @@ def test_a_kernel_that_comes_to_its_turn_during_a_look(gpu):
     dispatch.begin()
     gpu.launch()
     gpu.behind_now = lambda: dispatch.begin(ends=True)
-    late, seconds = gpu.looks(3.0)
-    assert late == LateStage(1, 4) and TIMEOUT_S <= seconds <= TIMEOUT_S + 3 * LOOK_S
+    assert_late(gpu.looks(3.0), LateStage(1, 4))
 
 
 def test_others_gave_up_what_may_be_behind_other_work(gpu):
@@ -257,8 +260,7 @@ def test_replays(gpu):
         assert gpu.look() is None
     epoch = gpu.state.dispatch_epoch + 1
     gpu.replay()
-    late, seconds = gpu.looks(3.0)
-    assert late == LateStage(0, epoch) and TIMEOUT_S <= seconds <= TIMEOUT_S + 3 * LOOK_S
+    assert_late(gpu.looks(3.0), LateStage(0, epoch))
 
 
 def test_replays_that_go_on_behind_a_host_that_runs_ahead(gpu):
@@ -374,55 +376,50 @@ def test_a_thread_that_did_not_run_while_a_copy_came(monkeypatch):
     assert peek._has_come(until_s=0.5)
 
 
-def test_polls_take_no_look_of_a_launch_away(monkeypatch):
+@pytest.fixture
+def ep() -> Iterator[epmoe.ExpertParallel]:
     with epmoe.ExpertParallel(alone()) as ep:
-        exchange = ep.exchange
-        looks = list[NextWork]()
-        monkeypatch.setattr(exchange, "_late", looks.append)
-        x = torch.ones(4, 64)
-        ids = torch.zeros(4, 2, dtype=torch.int32)
-        weights = torch.ones(4, 2)
-        d = ep.dispatch(x, ids, weights)
-        begin_looks(exchange)
-        thread = Thread(target=exchange.look)
-        thread.start()
-        thread.join()
-        ep.poll()
-        ep.combine(d.rows, d)
-        assert looks == [None, "replay", "launch"]
+        yield ep
 
 
-def begin_looks(exchange: NodeExchange) -> None:
-    """As on a GPU."""
+def dispatched(ep: epmoe.ExpertParallel) -> epmoe.Dispatched:
+    """A round that is open. From now on each call looks, as on a GPU."""
+    x_TD = torch.ones(4, 64)
+    ids_TK = torch.zeros(4, 2, dtype=torch.int32)
+    d = ep.dispatch(x_TD, ids_TK, torch.ones(4, 2))
+    exchange = ep.exchange
     exchange._look_at = dict.fromkeys(exchange._look_at, 0.0)
+    return d
 
 
-def test_the_exchange_reports_it(monkeypatch):
+def test_polls_take_no_look_of_a_launch_away(ep, monkeypatch):
+    looks = list[NextWork]()
+    monkeypatch.setattr(ep.exchange, "_late", looks.append)
+    d = dispatched(ep)
+    thread = Thread(target=ep.exchange.look)
+    thread.start()
+    thread.join()
+    ep.poll()
+    ep.combine(d.rows, d)
+    assert looks == [None, "replay", "launch"]
+
+
+def test_the_exchange_reports_it(ep, monkeypatch):
     """Every later call raises it, also a call that launches."""
-    with epmoe.ExpertParallel(alone()) as ep:
-        x = torch.ones(4, 64)
-        ids = torch.zeros(4, 2, dtype=torch.int32)
-        weights = torch.ones(4, 2)
-        d = ep.dispatch(x, ids, weights)
-        exchange = ep.exchange
-        monkeypatch.setattr(
-            exchange, "_late", lambda next_work: LateStage(1, 1) if next_work == "launch" else None
-        )
-        begin_looks(exchange)
+    d = dispatched(ep)
+    late = {"launch": LateStage(1, 1)}
+    monkeypatch.setattr(ep.exchange, "_late", late.get)
+    ep.poll()
+    says = "combine of round 1 .*this rank's own kernel was not scheduled"
+    for raising in (lambda: ep.combine(d.rows, d), ep.poll, ep.check):
+        with pytest.raises(epmoe.EPTimeoutError, match=says):
+            raising()
+    assert ep.exchange.rounds.state and ep.exchange.missing() == 0  # this rank is not missing
+
+
+def test_the_exchange_passes_on_what_others_report(ep, monkeypatch):
+    dispatched(ep)
+    monkeypatch.setattr(ep.exchange, "_late", lambda next_work: LateStage(0, 7, (0, 1)))
+    with pytest.raises(epmoe.EPTimeoutError, match=r"round 7 .*first seen by rank 1") as caught:
         ep.poll()
-        for raising in (lambda: ep.combine(d.rows, d), ep.poll, ep.check):
-            with pytest.raises(
-                epmoe.EPTimeoutError,
-                match="combine of round 1 .*this rank's own kernel was not scheduled",
-            ):
-                raising()
-        assert exchange.rounds.state and exchange.missing() == 0  # this rank is not missing
-
-
-def test_the_exchange_passes_on_what_others_report(monkeypatch):
-    with epmoe.ExpertParallel(alone()) as ep:
-        monkeypatch.setattr(ep.exchange, "_late", lambda next_work: LateStage(0, 7, (0, 1)))
-        begin_looks(ep.exchange)
-        with pytest.raises(epmoe.EPTimeoutError, match=r"round 7 .*first seen by rank 1") as caught:
-            ep.poll()
-        assert caught.value.missing_ranks == [0]
+    assert caught.value.missing_ranks == [0]

@@ -58,7 +58,7 @@ def write(tmp_path: Path, **changes: dict) -> Path:
     return path
 
 
-def test_the_command_line_has_its_commands_a_schema_and_a_version() -> None:
+def test_the_command_line_has_its_commands_a_schema_and_a_version():
     shown = epmoe("--help").output
     assert all(
         command in shown for command in ("run", "plan", "balance", "doctor", "schema", "bench")
@@ -71,13 +71,13 @@ def test_the_command_line_has_its_commands_a_schema_and_a_version() -> None:
 
 
 @pytest.mark.parametrize("command", [[], ["run"], ["plan"], ["balance"], ["doctor"], ["bench"]])
-def test_the_help_shows_flags_as_flags(command: list[str]) -> None:
+def test_the_help_shows_flags_as_flags(command):
     """They take no value."""
     shown = epmoe(*command, "--help").output
     assert "--help" in shown and "bool" not in shown
 
 
-def test_plan_shows_the_bytes_of_the_memory_plan() -> None:
+def test_plan_shows_the_bytes_of_the_memory_plan():
     result = epmoe("plan", DEMO)
     plan = MemoryPlan.build(EPConfig.load(DEMO))
     assert result.exit_code == 0
@@ -86,7 +86,7 @@ def test_plan_shows_the_bytes_of_the_memory_plan() -> None:
     assert f"{4 * plan.total_bytes:,}" in result.output  # four equal ranks
 
 
-def test_plan_as_json_counts_every_rank_of_an_uneven_placement(tmp_path: Path) -> None:
+def test_plan_as_json_counts_every_rank_of_an_uneven_placement(tmp_path):
     """It is written to a file, or printed."""
     path = write(tmp_path, model={"num_experts": 7})
     assert epmoe("plan", path, "--json", tmp_path / "plan.json").output == ""
@@ -101,16 +101,14 @@ def test_plan_as_json_counts_every_rank_of_an_uneven_placement(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("command", ["plan", "run", "doctor", "bench"])
-def test_wrong_key_gives_one_message_and_exit_code_2(tmp_path: Path, command: str) -> None:
+def test_wrong_key_gives_one_message_and_exit_code_2(tmp_path, command):
     result = epmoe(command, write(tmp_path, topology={"ep_sise": 2}))
     assert result.exit_code == 2 and "Traceback" not in result.output
     assert "`topology.ep_sise` is not a known key; did you mean `ep_size`?" in result.output
 
 
 @pytest.mark.parametrize("command", ["run", "bench"])
-def test_without_torchrun_a_command_starts_its_ranks(
-    command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_torchrun_a_command_starts_its_ranks(command, monkeypatch):
     started = []
 
     def start(config: EPConfig, arguments: list[str]) -> int:
@@ -140,9 +138,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("command", "option"), [("run", []), ("bench", ["--nproc", "4"]), ("bench", ["--nproc=4"])]
 )
-def test_wrong_number_of_processes_is_an_error(
-    command: str, option: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_number_of_processes_is_an_error(command, option, monkeypatch):
     typed = [command, "my config.yaml", *option]
     monkeypatch.setattr(sys, "argv", ["epmoe", *typed])
     launched(monkeypatch, 3)
@@ -162,7 +158,7 @@ def test_wrong_number_of_processes_is_an_error(
     assert f"torchrun --nnodes 2 {rendezvous} --nproc-per-node 2 -m " in epmoe(command, DEMO).output
 
 
-def test_a_full_disk_is_no_fault_of_the_library() -> None:
+def test_a_full_disk_is_no_fault_of_the_library():
     command = [sys.executable, "-m", "epmoe", "run", DEMO]
     with Path("/dev/full").open("wb") as full:
         ended = subprocess.run(
@@ -176,7 +172,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     launched(monkeypatch, 1)
 
 
-def test_no_tokens_are_no_passed_check(one_rank: None, tmp_path: Path) -> None:
+def test_no_tokens_are_no_passed_check(one_rank, tmp_path):
     path = write(tmp_path, topology={"ep_size": 1})
     result = epmoe("run", path, "--steps", 1, "--tokens", 0)
     assert result.exit_code == 0, result.output
@@ -190,17 +186,13 @@ def test_no_tokens_are_no_passed_check(one_rank: None, tmp_path: Path) -> None:
     assert json.loads(result.stdout)["benchmark"] == "gloo", "the figures alone"
 
 
-def test_a_failed_check_is_exit_code_1(
-    one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_check_is_exit_code_1(one_rank, tmp_path, monkeypatch):
     monkeypatch.setitem(simulated.TOLERANCE, "float32", 0.0)
     result = epmoe("run", write(tmp_path, topology={"ep_size": 1}), "--steps", 1)
     assert result.exit_code == 1 and "✗ error against the dense fp64 reference" in result.output
 
 
-def test_a_benchmark_without_a_terminal_tells_of_each_case(
-    one_rank: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_benchmark_without_a_terminal_tells_of_each_case(one_rank, tmp_path, capfd):
     path = write(tmp_path, topology={"ep_size": 1}, model={"intermediate_size": 64})
     result = epmoe(
         "bench", path, "--layer", "--tokens", 1, "--tokens", 16, "--repeats", 1, "--json", "-"
@@ -213,7 +205,7 @@ def test_a_benchmark_without_a_terminal_tells_of_each_case(
     assert json.loads(result.stdout)["benchmark"] == "layer"
 
 
-def test_the_host_is_timed_beside_a_linear_layer(one_rank: None, tmp_path: Path) -> None:
+def test_the_host_is_timed_beside_a_linear_layer(one_rank, tmp_path):
     path = write(tmp_path, topology={"ep_size": 1}, model={"intermediate_size": 64})
     result = epmoe("bench", path, "--host", "--tokens", 1, "--json", "-")
     assert result.exit_code == 0, result.output
@@ -227,14 +219,14 @@ def test_the_host_is_timed_beside_a_linear_layer(one_rank: None, tmp_path: Path)
     assert all(row["forward"] > 0 and row["launches"] is None for row in rows.values())
 
 
-def test_the_host_needs_the_width_of_the_experts(one_rank: None, tmp_path: Path) -> None:
+def test_the_host_needs_the_width_of_the_experts(one_rank, tmp_path):
     path = write(tmp_path, topology={"ep_size": 1}, model={"intermediate_size": None})
     result = epmoe("bench", path, "--host", "--tokens", 1)
     assert result.exit_code != 0 and "`model.intermediate_size` must be set" in result.output
 
 
 @pytest.mark.parametrize("payload", ["auto", "fp8"])
-def test_other_dtypes_and_copies(one_rank: None, tmp_path: Path, payload: str) -> None:
+def test_other_dtypes_and_copies(one_rank, tmp_path, payload):
     sections = {"topology": {"ep_size": 1}, "model": {"hidden_size": 128, "dtype": "bfloat16"}}
     placement = {"strategy": "round_robin", "num_redundant_experts": 3}
     path = write(
@@ -248,7 +240,7 @@ def test_other_dtypes_and_copies(one_rank: None, tmp_path: Path, payload: str) -
     assert "travelled: 0 rows between ranks (0 B out, 0 B back); 10 stayed" in result.output
 
 
-def test_the_commands_know_of_a_file_of_slots(one_rank: None, tmp_path: Path) -> None:
+def test_the_commands_know_of_a_file_of_slots(one_rank, tmp_path):
     """The demonstration computes with what its slots hold; the benchmarks refuse."""
     slots = tmp_path / "slots.json"
     slots.write_text(json.dumps({"slots": [[7, 6, 5, 4, 3, 2, 1, 0]]}))
@@ -258,7 +250,7 @@ def test_the_commands_know_of_a_file_of_slots(one_rank: None, tmp_path: Path) ->
     assert "`placement.slots` must be unset" in epmoe("bench", path).output
 
 
-def test_the_shell_completes_commands_names_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shell_completes_commands_names_and_options(monkeypatch):
     monkeypatch.setenv(
         "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1"
     )  # of the shell that started pytest
@@ -281,9 +273,7 @@ def test_the_shell_completes_commands_names_and_options(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("command", ["run", "bench"])
-def test_nvlink_with_too_few_gpus_is_an_error(
-    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nvlink_with_too_few_gpus_is_an_error(tmp_path, command, monkeypatch):
     launched(monkeypatch, 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     result = epmoe(command, write(tmp_path, exchange={"transport": "nvlink"}))
@@ -299,7 +289,7 @@ def test_nvlink_with_too_few_gpus_is_an_error(
     assert "wants a GPU for each of 2 ranks, and torch sees 1" in epmoe(command, two_nodes).output
 
 
-def test_model_option_needs_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_option_needs_transformers(monkeypatch):
     from epmoe.cli.console import UserError
     from epmoe.cli.demo import models
 
@@ -310,9 +300,7 @@ def test_model_option_needs_transformers(monkeypatch: pytest.MonkeyPatch) -> Non
         models.run_models(EPConfig.load(DEMO), ["mixtral"], steps=1, seed=0)
 
 
-def test_a_table_in_a_file_has_all_columns(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_in_a_file_has_all_columns(monkeypatch, capsys):
     monkeypatch.setattr(console, "quiet", False)
     monkeypatch.setenv("COLUMNS", "40")
     cells = [f"a library {version}" for version in range(9)]
@@ -323,7 +311,7 @@ def test_a_table_in_a_file_has_all_columns(
     assert all(shown.count(cell) == 2 for cell in cells) and "…" not in shown
 
 
-def test_human_readable_numbers() -> None:
+def test_human_readable_numbers():
     sizes = ["0 B", "1023 B", "1.5 KiB", "3.0 GiB", "5.0 TiB"]
     assert [human_bytes(n) for n in (0, 1023, 1536, 3 << 30, 5 << 40)] == sizes
     assert [human_seconds(s) for s in (2.5, 0.0123, 45e-6)] == ["2.5 s", "12.3 ms", "45 µs"]

@@ -44,7 +44,7 @@ def prose_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_files_that_are_named_exist(name: str) -> None:
+def test_files_that_are_named_exist(name):
     """`tests/test_X.py` and the like, with a letter or a name in place of the file's, are patterns
     and not files.
     """
@@ -64,7 +64,7 @@ def test_files_that_are_named_exist(name: str) -> None:
             assert known or any(f"/{file}".endswith(f"/{path}") for file in tracked()), path
 
 
-def test_the_functions_of_a_round_are_where_the_page_says() -> None:
+def test_the_functions_of_a_round_are_where_the_page_says():
     page = text_of(DOCS / "round.md")
     named = re.findall(r"((?:`[\w.]+`(?:,| and)? )+)\(`([\w./]+)`\)", page.replace("\n", " "))
     assert len(named) > 40
@@ -77,7 +77,7 @@ def test_the_functions_of_a_round_are_where_the_page_says() -> None:
     "name",
     ["CONTRIBUTING.md", "docs/design.md", "docs/house.md", "docs/kernels.md", "docs/protocol.md"],
 )
-def test_names_of_the_code_exist(name: str) -> None:
+def test_names_of_the_code_exist(name):
     """Words in backticks that can only be names of the code: with an underscore or a capital."""
     sources = [
         ROOT / path for path in tracked() if path.endswith((".py", ".h", ".cuh", ".cu", ".cpp"))
@@ -95,7 +95,7 @@ def known_tests() -> set[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tests_and_targets_that_are_named_exist(name: str) -> None:
+def test_tests_and_targets_that_are_named_exist(name):
     text = text_of(ROOT / name)
     for path, test in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text):
         functions = {
@@ -109,7 +109,7 @@ def test_tests_and_targets_that_are_named_exist(name: str) -> None:
     assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets
 
 
-def test_the_public_names_are_in_the_reference() -> None:
+def test_the_public_names_are_in_the_reference():
     import epmoe
 
     reference = "\n".join(text_of(path) for path in (DOCS / "reference").glob("*.md"))
@@ -177,7 +177,7 @@ def parameters(language: str) -> list[object]:
     ]
 
 
-def test_blocks_that_do_not_run_say_why() -> None:
+def test_blocks_that_do_not_run_say_why():
     for block in BLOCKS:
         known = r"not run: \w.*|run by tests/\S+::\w+|run: (slow|long)|(slow )?setup:.*|"
         assert re.fullmatch(known, block.note, re.DOTALL), (
@@ -220,21 +220,21 @@ def example_names() -> Iterator[dict[str, object]]:
 
 
 @pytest.mark.parametrize("block", parameters("python"))
-def test_a_block_of_python_runs(block: Block, example_names: dict[str, object]) -> None:
+def test_a_block_of_python_runs(block, example_names):
     with ExitStack() as example_names["scope"]:
         exec(block.setup, example_names)
         exec(compile("\n" * block.line + block.code, str(block.page), "exec"), example_names)
 
 
 @pytest.mark.parametrize("block", parameters("bash"))
-def test_a_block_of_bash_runs(block: Block) -> None:
+def test_a_block_of_bash_runs(block):
     result = run(["bash", "-euc", block.code])
     assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_the_bytes_of_the_page_on_choosing_are_those_of_the_plan(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     from epmoe import EPConfig, MemoryPlan
 
     def mib(**values: object) -> float:

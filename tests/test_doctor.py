@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,14 +17,14 @@ from epmoe.exchange.memory import MemoryPlan
 from epmoe.native import build
 
 
-def test_doctor_passes_on_this_machine() -> None:
+def test_doctor_passes_on_this_machine():
     result = epmoe("doctor", DEMO)
     assert result.exit_code == 0, result.output
     for subject in ("compiler", "torch", "native library", "GPUs", "memory", "/dev/shm"):
         assert subject in result.output
 
 
-def test_doctor_fails_where_the_plan_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_fails_where_the_plan_does_not_fit(monkeypatch):
     """The plan of all ranks, which take turns where there are fewer cores."""
     config = EPConfig.load(DEMO)
     some = 2 * MemoryPlan.build(config).total_bytes  # of four ranks
@@ -41,7 +40,7 @@ def test_doctor_fails_where_the_plan_does_not_fit(monkeypatch: pytest.MonkeyPatc
     assert "4 ranks on 2 cores: works, but they take turns" in result.output
 
 
-def test_doctor_fails_where_there_are_no_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_fails_where_there_are_no_windows(monkeypatch):
     def refused(_: str) -> int:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
@@ -54,7 +53,7 @@ def test_doctor_fails_where_there_are_no_windows(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("gpus", [0, 1])
-def test_doctor_counts_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
+def test_doctor_counts_the_gpus(tmp_path, monkeypatch, gpus):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     result = epmoe("doctor", write(tmp_path, exchange={"transport": "nvlink"}))
     assert result.exit_code == 1
@@ -78,12 +77,12 @@ CARDS = [
 
 @pytest.mark.parametrize(("name", "capability", "level", "gets"), CARDS)
 def test_doctor_says_what_a_card_gets(
-    name: str,
-    capability: tuple[int, int],
-    level: str,
-    gets: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    name,
+    capability,
+    level,
+    gets,
+    monkeypatch,
+):
     major, minor = capability
     card = SimpleNamespace(name=name, major=major, minor=minor, total_memory=80 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
@@ -93,7 +92,7 @@ def test_doctor_says_what_a_card_gets(
     assert finding.detail == f"{name}, sm_{major}{minor}, 80.0 GiB" and gets in finding.advice
 
 
-def test_doctor_says_why_kernels_do_not_run_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_says_why_kernels_do_not_run_on_a_card(monkeypatch):
     """The library was made for others."""
 
     def refused(*_: object, **__: object) -> None:
@@ -114,9 +113,7 @@ def test_doctor_says_why_kernels_do_not_run_on_a_card(monkeypatch: pytest.Monkey
         (False, True, "fail", "missing: 0→2, 1→2, 2→0, 2→1"),
     ],
 )
-def test_doctor_says_how_gpus_reach_one_another(
-    reached: bool, linked: bool, level: str, detail: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_says_how_gpus_reach_one_another(reached, linked, level, detail, monkeypatch):
     """GPU 2 is reached and linked as the parameters say, the others are."""
     monkeypatch.setattr(
         torch.cuda, "can_device_access_peer", lambda a, b: reached or 2 not in (a, b)
@@ -127,9 +124,7 @@ def test_doctor_says_how_gpus_reach_one_another(
     assert (finding.level, finding.detail) == (level, detail)
 
 
-def test_doctor_asks_for_no_compiler_where_the_library_is_prebuilt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_asks_for_no_compiler_where_the_library_is_prebuilt(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "AHEAD_OF_TIME", tmp_path)  # exists
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("PATH", "/nowhere")
@@ -140,9 +135,7 @@ def test_doctor_asks_for_no_compiler_where_the_library_is_prebuilt(
 
 
 @pytest.mark.parametrize("variable", ["HOME", "EPMOE_CACHE_DIR"])
-def test_doctor_names_the_variable_of_a_cache_that_cannot_be_written(
-    variable: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_names_the_variable_of_a_cache_that_cannot_be_written(variable, monkeypatch):
     for other in ("XDG_CACHE_HOME", "EPMOE_CACHE_DIR", "EPMOE_LIBRARY"):
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(variable, "/proc/nowhere")
@@ -153,7 +146,7 @@ def test_doctor_names_the_variable_of_a_cache_that_cannot_be_written(
     assert "set EPMOE_CACHE_DIR to a folder that can be written" in line
 
 
-def test_doctor_names_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_a_missing_compiler(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     result = epmoe("doctor")
     assert result.exit_code == 1

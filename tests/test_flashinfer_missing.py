@@ -8,7 +8,7 @@ from importlib import import_module
 import pytest
 
 
-def test_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_says_what_is_missing(monkeypatch):
     monkeypatch.delitem(sys.modules, "epmoe.integrations.flashinfer", raising=False)
     monkeypatch.setitem(sys.modules, "flashinfer", None)  # as if it were not installed
     with pytest.raises(ImportError, match="epmoe.integrations.flashinfer needs FlashInfer 0.7.4"):

@@ -5,7 +5,6 @@ that was.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from types import FrameType
 
 import pytest
@@ -44,7 +43,7 @@ def interrupt_at(line: int) -> list[int]:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("spare", [True, False])
-def test_a_flip_that_is_interrupted_anywhere_is_done_again(tmp_path: Path, spare: bool):
+def test_a_flip_that_is_interrupted_anywhere_is_done_again(tmp_path, spare):
     folder = tmp_path / "versions"
     line = 0
     version = 0

@@ -85,7 +85,7 @@ def assert_equals(got: Tensor, want: Tensor) -> None:
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_a_row_is_the_block_of_transformers(model_type: str, tmp_path: Path) -> None:
+def test_a_row_is_the_block_of_transformers(model_type, tmp_path):
     """From a checkpoint, with the model's own names: outputs, padding, gradients, and scores near
     1e-21.
     """
@@ -139,7 +139,7 @@ def test_a_row_is_the_block_of_transformers(model_type: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "minimax", "minimax_m2"])
-def test_jitter_in_training_is_that_of_transformers(model_type: str, tmp_path: Path) -> None:
+def test_jitter_in_training_is_that_of_transformers(model_type, tmp_path):
     """Also in the first pass of a reentrant checkpoint; none in `eval()`."""
     hf = tiny(model_type, router_jitter_noise=0.3)
     other = tiny("qwen3_moe", router_jitter_noise=0.3)  # whose code has no jitter
@@ -187,7 +187,7 @@ def taken_by(made: type, keys: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_names_of_keys_are_those_of_the_class(model_type: str, tmp_path: Path) -> None:
+def test_names_of_keys_are_those_of_the_class(model_type, tmp_path):
     """config.json with any name that the class in transformers takes, and as `to_dict` gives it."""
     for hf in variants(model_type):
         made = type(hf)
@@ -225,7 +225,7 @@ def test_names_of_keys_are_those_of_the_class(model_type: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_parts_are_those_of_transformers() -> None:
+def test_parts_are_those_of_transformers():
     """Of a model of several parts, the one with the experts is found."""
     found = set()
     for model_type, made in CONFIG_MAPPING.items():
@@ -336,9 +336,7 @@ these keys.
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
-def test_config_json_as_its_authors_ship_it(
-    keys: dict[str, Any], want: tuple, tmp_path: Path
-) -> None:
+def test_config_json_as_its_authors_ship_it(keys, want, tmp_path):
     """Also as a part of a model."""
     config = read_from(tmp_path, keys)
     model = config.model
@@ -362,7 +360,7 @@ def test_config_json_as_its_authors_ship_it(
         assert read_from(tmp_path, {"model_type": "step3p7", "text_config": part}) == config
 
 
-def test_every_model_type_with_experts_is_known() -> None:
+def test_every_model_type_with_experts_is_known():
     """A type that a new release of transformers brings needs a row, or a refusal with
     its reason.
     """
@@ -371,7 +369,7 @@ def test_every_model_type_with_experts_is_known() -> None:
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
-def test_a_refusal_says_why(model_type: str) -> None:
+def test_a_refusal_says_why(model_type):
     with pytest.raises(
         ConfigError, match=re.escape(f"a {model_type} is not read, since {REFUSED[model_type]}: ")
     ):
@@ -380,7 +378,7 @@ def test_a_refusal_says_why(model_type: str) -> None:
         )
 
 
-def test_what_a_source_may_be(tmp_path: Path) -> None:
+def test_what_a_source_may_be(tmp_path):
     hf = tiny("qwen3_moe", norm_topk_prob=True, num_hidden_layers=1, vocab_size=32)
     want = EPConfig.from_hf(hf, ep_size=2)
     assert want.topology.ep_size == 2
@@ -413,9 +411,7 @@ def test_what_a_source_may_be(tmp_path: Path) -> None:
         ("h200x8_llama4_maverick", 8, MAVERICK),
     ],
 )
-def test_the_ready_configurations_are_those_of_the_models(
-    ready: str, ep_size: int, source: Any
-) -> None:
+def test_the_ready_configurations_are_those_of_the_models(ready, ep_size, source):
     """Class defaults of transformers are those of these checkpoints, but for Qwen3's
     and Llama 4's.
     """
@@ -426,7 +422,7 @@ def test_the_ready_configurations_are_those_of_the_models(
     assert (got.model, got.experts, got.routing) == (want.model, want.experts, want.routing)
 
 
-def test_sections_replace_what_the_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sections_replace_what_the_model_says(monkeypatch):
     keys = {key: value for key, value in QWEN3.items() if key != "norm_topk_prob"}
     lacks = r"^a qwen3_moe must have the keys `norm_topk_prob` \(our `routing.renormalize`\)"
     with pytest.raises(ConfigError, match=lacks):
@@ -522,7 +518,7 @@ def test_sections_replace_what_the_model_says(monkeypatch: pytest.MonkeyPatch) -
         ({"torch_dtype": "float8_e4m3fn"}, r"`model.dtype` must be .*bfloat16"),
     ],
 )
-def test_a_wrong_model_is_named(keys: dict[str, Any], message: str) -> None:
+def test_a_wrong_model_is_named(keys, message):
     with pytest.raises(ConfigError, match=message):
         EPConfig.from_hf(QWEN3 | keys, ep_size=1)
 
@@ -559,9 +555,7 @@ GPT_OSS = {
         ),
     ],
 )
-def test_what_experts_compute_is_read_or_given(
-    keys: dict[str, Any], sections: dict, want: dict
-) -> None:
+def test_what_experts_compute_is_read_or_given(keys, sections, want):
     config = EPConfig.from_hf(keys, ep_size=1, experts=sections)
     assert config.experts.options == want | {"batch_invariant": False}
     assert (
@@ -571,7 +565,7 @@ def test_what_experts_compute_is_read_or_given(
     assert EPConfig(**json.loads(config.model_dump_json())) == config
 
 
-def test_a_wrong_source_is_named(tmp_path: Path) -> None:
+def test_a_wrong_source_is_named(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "llama"}))
     for source, sections, kind, message in (
@@ -601,7 +595,7 @@ def test_a_wrong_source_is_named(tmp_path: Path) -> None:
             EPConfig.from_hf(source, ep_size=1, **sections)
 
 
-def test_a_model_with_a_selection_bias_is_not_routed_without_it() -> None:
+def test_a_model_with_a_selection_bias_is_not_routed_without_it():
     with epmoe.ExpertParallel(EPConfig.from_hf(tiny("deepseek_v3"), ep_size=1)) as ep:
         with pytest.raises(ValueError, match="`bias` must be given"):
             ep.route(torch.zeros(1, E))
@@ -615,7 +609,7 @@ def test_a_model_with_a_selection_bias_is_not_routed_without_it() -> None:
         )
 
 
-def test_the_page_on_models_has_every_type() -> None:
+def test_the_page_on_models_has_every_type():
     """The slow test that follows makes the whole table."""
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| `([\w-]+)` \|.* yes \| yes \|$", page, re.MULTILINE) == sorted(
@@ -630,14 +624,14 @@ def test_the_page_on_models_has_every_type() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_on_models_has_the_table_that_the_blocks_make() -> None:
+def test_the_page_on_models_has_the_table_that_the_blocks_make():
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     if f"transformers {transformers.__version__}," not in page:
         pytest.skip("the table is that of another version of transformers")
     assert moe_blocks.table() in page, "run python tests/moe_blocks.py"
 
 
-def test_the_page_on_models_has_values_of_checkpoints() -> None:
+def test_the_page_on_models_has_values_of_checkpoints():
     page = (
         (ROOT / "docs" / "models.md")
         .read_text(encoding="utf-8")

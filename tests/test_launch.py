@@ -63,7 +63,7 @@ def epmoe(command: str, folder: Path, **variables: str) -> subprocess.CompletedP
     )
 
 
-def test_run_starts_its_ranks_itself(alone: Path, tmp_path: Path) -> None:
+def test_run_starts_its_ranks_itself(alone, tmp_path):
     """By name and outside the tree, with another number of ranks than the file has."""
     done = epmoe("run cpu_demo --nproc 2 --steps 1 --tokens 8 --report report.html", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -75,7 +75,7 @@ def test_run_starts_its_ranks_itself(alone: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_failed_exchange_is_one_message_and_exit_code_1(alone: Path, tmp_path: Path) -> None:
+def test_a_failed_exchange_is_one_message_and_exit_code_1(alone, tmp_path):
     done = epmoe("run cpu_demo --nproc 2 --steps 1", tmp_path, EPMOE_CAPACITY__MAX_EXPERT_ROWS="8")
     assert done.returncode == 1, done.stdout + done.stderr
     (message,) = done.stderr.splitlines()
@@ -193,7 +193,7 @@ def ranks(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", RANKS)
-def test_a_rank(what: str, ranks: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+def test_a_rank(what, ranks, tmp_path):
     program, wanted, printed = RANKS[what]
     started = time.monotonic()
     code, error = ranks(program, tmp_path / "said")
@@ -201,15 +201,13 @@ def test_a_rank(what: str, ranks: Callable[..., tuple[int, str]], tmp_path: Path
     assert error.startswith(printed) and len(error.splitlines()) == bool(printed), error
 
 
-def test_ranks_that_cannot_be_started_are_one_message(
-    ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_cannot_be_started_are_one_message(ranks, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     code, error = ranks("")
     assert code == 1 and error.startswith("epmoe: the ranks cannot be started: FileNotFoundError: ")
 
 
-def test_ranks_have_an_environment_of_their_own(ranks, alone: Path, tmp_path: Path) -> None:
+def test_ranks_have_an_environment_of_their_own(ranks, alone, tmp_path):
     """The module search path of this process, one thread, a folder for temporary files, and the
     arguments.
     """
@@ -252,7 +250,7 @@ def wait_for(files: list[Path]) -> None:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"]
 )
-def test_a_signal_ends_all_ranks_at_once(ranks, number: int, code: int, tmp_path: Path) -> None:
+def test_a_signal_ends_all_ranks_at_once(ranks, number, code, tmp_path):
     sent = []
 
     def send() -> None:
@@ -265,7 +263,7 @@ def test_a_signal_ends_all_ranks_at_once(ranks, number: int, code: int, tmp_path
     assert time.monotonic() - sent[0] < SOON_S
 
 
-def test_ranks_meet_where_no_other_machine_reaches_them(ranks, tmp_path: Path) -> None:
+def test_ranks_meet_where_no_other_machine_reaches_them(ranks, tmp_path):
     """gloo listens on the loopback interface alone, and the store is a file of this user."""
     meet = (
         "import torch.distributed as dist; from epmoe.cli.launch import join; join('gloo'); "
@@ -291,7 +289,7 @@ def test_ranks_meet_where_no_other_machine_reaches_them(ranks, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_ranks_end_with_the_process_that_started_them(alone: Path, tmp_path: Path) -> None:
+def test_ranks_end_with_the_process_that_started_them(alone, tmp_path):
     program = f"""
 from epmoe.cli import launch
 from epmoe.config.config import EPConfig

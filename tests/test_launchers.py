@@ -72,7 +72,7 @@ def words(command: list[str], **variables: str) -> list[str]:
     return line.split()
 
 
-def test_torchrun_on_one_machine(shown: str) -> None:
+def test_torchrun_on_one_machine(shown):
     given = words([str(LAUNCH / "torchrun.sh"), "8", "cpu_demo", "--steps", "3"], PATH=shown)
     assert given == [
         "--standalone",
@@ -87,7 +87,7 @@ def test_torchrun_on_one_machine(shown: str) -> None:
     ]
 
 
-def test_torchrun_on_several_machines(shown: str) -> None:
+def test_torchrun_on_several_machines(shown):
     command = [str(LAUNCH / "torchrun.sh"), "8", "cpu_demo"]
     rendezvous = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint host0:29500 --rdzv-id epmoe"
     given = words(command, PATH=shown, NODES="2", HEAD="host0:29500")
@@ -101,7 +101,7 @@ def test_torchrun_on_several_machines(shown: str) -> None:
     [({"RANKS": "8"}, 8), ({"SLURM_GPUS_ON_NODE": "2"}, 2), ({}, 4)],
     ids=["RANKS", "GPUs", "neither"],
 )
-def test_slurm_on_several_nodes(shown: str, variables: dict[str, str], ranks: int) -> None:
+def test_slurm_on_several_nodes(shown, variables, ranks):
     job = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n4,n5,n7"}
     given = words([*SLURM, "cpu_demo", "--steps", "3"], PATH=shown, **job, **variables)
     nodes = f"--nnodes 3 --nproc-per-node {ranks}"
@@ -116,7 +116,7 @@ def job() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     return service, found, container
 
 
-def test_kubernetes_agrees_with_itself() -> None:
+def test_kubernetes_agrees_with_itself():
     """Pods, nodes and ranks are of one size, and the rendezvous is at the pod with index 0."""
     service, found, container = job()
     spec = found["spec"]
@@ -142,7 +142,7 @@ def test_kubernetes_agrees_with_itself() -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_runs(tmp_path: Path, path: str) -> None:
+def test_torchrun_runs(tmp_path, path):
     outcome = run(
         [str(LAUNCH / "torchrun.sh"), "2", config(tmp_path, 2), "--steps", "1"], PATH=path
     )
@@ -151,7 +151,7 @@ def test_torchrun_runs(tmp_path: Path, path: str) -> None:
 
 
 @pytest.mark.slow
-def test_slurm_runs_two_nodes(tmp_path: Path, path: str) -> None:
+def test_slurm_runs_two_nodes(tmp_path, path):
     job = {
         "SLURM_JOB_ID": "17",
         "SLURM_JOB_NUM_NODES": "2",
@@ -163,7 +163,7 @@ def test_slurm_runs_two_nodes(tmp_path: Path, path: str) -> None:
 
 
 @pytest.mark.slow
-def test_kubernetes_runs_two_pods(tmp_path: Path, path: str) -> None:
+def test_kubernetes_runs_two_pods(tmp_path, path):
     _, _, container = job()
     # The command of the pod, with one rank a pod, an endpoint here and a small config.
     changed = {

@@ -88,7 +88,7 @@ def refusals(state) -> list[str]:
     return said
 
 
-def test_graphs_go_on_when_the_group_is_as_it_was(host: ranks.Host):
+def test_graphs_go_on_when_the_group_is_as_it_was(host):
     """3 → 2 → 3 ranks. A graph of other ranks does nothing, and `poll` tells it."""
     alive = ranks.lose(host, ranks.serve(host, ranks=3), 2)
     host.form(alive)
@@ -107,7 +107,7 @@ def test_graphs_go_on_when_the_group_is_as_it_was(host: ranks.Host):
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_graphs_go_on_while_ranks_come_and_go(host: ranks.Host, victim: int):
+def test_graphs_go_on_while_ranks_come_and_go(host, victim):
     """3 → 2 → 4 ranks in 4 seats: whoever stays captures once."""
     alive = ranks.lose(host, host.begin(ranks.moving(3, seats=4)), victim)
     host.form(alive)
@@ -125,7 +125,7 @@ def test_graphs_go_on_while_ranks_come_and_go(host: ranks.Host, victim: int):
     ranks.lose(host, [*alive, 3, 4], 3)  # errors name ranks of the group, not seats
 
 
-def test_sleep_frees_all_and_graphs_go_on_after_wake(host: ranks.Host):
+def test_sleep_frees_all_and_graphs_go_on_after_wake(host):
     names = ranks.serve(host, ranks=2)
     before = host.do(names, free_bytes)
     planned = host.do(names, ranks.sleep)
@@ -147,7 +147,7 @@ def test_sleep_frees_all_and_graphs_go_on_after_wake(host: ranks.Host):
     assert host.do(names, ranks.captures) == [[0]] * 2
 
 
-def test_weights_go_and_come_with_the_windows(host: ranks.Host):
+def test_weights_go_and_come_with_the_windows(host):
     names = ranks.serve(host, ranks=2)
     host.succeed(names, sleep_with_weights)
     assert host.do(names, wake_with_weights) == ["awake"] * 2
@@ -155,7 +155,7 @@ def test_weights_go_and_come_with_the_windows(host: ranks.Host):
     assert host.do(names, ranks.captures) == [[0]] * 2
 
 
-def test_a_rank_that_cannot_restore_its_weights(host: ranks.Host):
+def test_a_rank_that_cannot_restore_its_weights(host):
     """Rounds of the others end at once. It takes part again with all its experts loaded."""
     names = ranks.serve(host, ranks=2)
     host.succeed(names, sleep_with_weights)
@@ -170,7 +170,7 @@ def test_a_rank_that_cannot_restore_its_weights(host: ranks.Host):
 
 
 @pytest.mark.parametrize("step", ["asleep", "checks", "maps", "has windows"])
-def test_a_death_during_sleep_and_wake(host: ranks.Host, step: str):
+def test_a_death_during_sleep_and_wake(host, step):
     names = ranks.serve(host, ranks=3)
     host.do(names, ranks.sleep)
     if step == "asleep":
@@ -188,7 +188,7 @@ def test_a_death_during_sleep_and_wake(host: ranks.Host, step: str):
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_a_death_while_weights_sleep(host: ranks.Host, live: bool):
+def test_a_death_while_weights_sleep(host, live):
     """`recover` restores nothing: the ranks that are left load all experts."""
     names = host.begin(ranks.moving(3)) if live else ranks.serve(host, ranks=3)
     host.succeed(names, sleep_with_weights)
@@ -206,7 +206,7 @@ def raise_interrupted() -> None:
 
 
 @pytest.mark.parametrize("step", ["checks", "maps", "has windows"])
-def test_a_signal_during_wake(host: ranks.Host, step: str):
+def test_a_signal_during_wake(host, step):
     """All ranks are asleep then, and wake later. Graphs go on."""
     names = ranks.serve(host, ranks=2)
     host.do(names, ranks.sleep)
@@ -221,7 +221,7 @@ def test_a_signal_during_wake(host: ranks.Host, step: str):
 
 
 @pytest.mark.parametrize("step", ["checks", "maps", "has windows"])
-def test_no_other_thread_joins_while_one_wakes(step: str):
+def test_no_other_thread_joins_while_one_wakes(step):
     with epmoe.ExpertParallel(ranks.staying(ranks.spread(1, 1), torch.device("cpu"))) as ep:
         ep.sleep(lambda: refuse_another_thread(ep.poll))
         ranks.fail_in(

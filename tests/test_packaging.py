@@ -70,9 +70,7 @@ def wheel(tree: Path) -> zipfile.ZipFile:
     return zipfile.ZipFile(distribution("wheel", tree))
 
 
-def test_the_wheel_holds_everything_that_is_read_at_run_time(
-    tree: Path, wheel: zipfile.ZipFile
-) -> None:
+def test_the_wheel_holds_everything_that_is_read_at_run_time(tree, wheel):
     names = set(wheel.namelist())
     for folder in FOLDERS:
         inside = "" if folder == "epmoe" else "epmoe/"
@@ -82,15 +80,13 @@ def test_the_wheel_holds_everything_that_is_read_at_run_time(
     assert not [name for name in names if name.startswith(("tests/", "docs/"))]
 
 
-def test_a_wheel_without_the_library_is_for_any_platform(wheel: zipfile.ZipFile) -> None:
+def test_a_wheel_without_the_library_is_for_any_platform(wheel):
     assert Path(str(wheel.filename)).name == f"epmoe-{epmoe.__version__}-py3-none-any.whl"
     assert not [name for name in wheel.namelist() if name.endswith(".so")]
 
 
 @pytest.mark.slow
-def test_the_wheel_of_an_sdist_is_the_wheel_of_the_tree(
-    tree: Path, wheel: zipfile.ZipFile, tmp_path: Path
-) -> None:
+def test_the_wheel_of_an_sdist_is_the_wheel_of_the_tree(tree, wheel, tmp_path):
     with tarfile.open(distribution("sdist", tree)) as sdist:
         sdist.extractall(tmp_path)
     (unpacked,) = tmp_path.iterdir()
@@ -100,14 +96,14 @@ def test_the_wheel_of_an_sdist_is_the_wheel_of_the_tree(
     }
 
 
-def test_one_version_everywhere(wheel: zipfile.ZipFile) -> None:
+def test_one_version_everywhere(wheel):
     (metadata,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
     assert Parser().parsestr(wheel.read(metadata).decode())["Version"] == epmoe.__version__
     shown = CliRunner().invoke(app, ["--version"])
     assert (shown.exit_code, shown.output) == (0, f"epmoe {epmoe.__version__}\n")
 
 
-def test_every_optional_package_is_in_its_extra() -> None:
+def test_every_optional_package_is_in_its_extra():
     for package, extra in EXTRAS.items():
         required = [
             requirement.split(">=")[0] for requirement in PROJECT["optional-dependencies"][extra]
@@ -118,7 +114,7 @@ def test_every_optional_package_is_in_its_extra() -> None:
         ]
 
 
-def test_the_wheel_needs_no_extra(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+def test_the_wheel_needs_no_extra(wheel, tmp_path):
     """Neither for its version, nor for a ready configuration, nor for that of a model."""
     wheel.extractall(tmp_path)
     keys = {
@@ -140,7 +136,7 @@ def test_the_wheel_needs_no_extra(wheel: zipfile.ZipFile, tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
-def test_the_library_takes_of_torch_what_its_stable_abi_has() -> None:
+def test_the_library_takes_of_torch_what_its_stable_abi_has():
     """So one wheel serves every torch from the oldest on. Names of C++ would be those of one torch.
 
     System libraries have versions behind their names."""
@@ -156,7 +152,7 @@ def test_the_library_takes_of_torch_what_its_stable_abi_has() -> None:
     assert int(target.partition("=")[2], 16) == (major << 56) + (minor << 48)
 
 
-def test_a_release_is_tried_with_every_torch_that_the_makefile_names() -> None:
+def test_a_release_is_tried_with_every_torch_that_the_makefile_names():
     """Its workflow makes what is there to make, for the GPUs whose kernels `make` compiles."""
     makefile = (ROOT / "Makefile").read_text()
     text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
@@ -174,7 +170,7 @@ def test_a_release_is_tried_with_every_torch_that_the_makefile_names() -> None:
 
 
 @pytest.mark.parametrize("lacks", ["nothing", "auditwheel"])
-def test_a_wheel_is_made_with_the_packages_at_hand(lacks: str, tmp_path: Path) -> None:
+def test_a_wheel_is_made_with_the_packages_at_hand(lacks, tmp_path):
     """`make wheel` sets up an environment, with a torch of its own, only where a package lacks."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt", "setup.py"):
         shutil.copy(ROOT / name, tmp_path)
@@ -210,13 +206,13 @@ if sys.argv[1:3] == ["-m", "build"]:
     assert (run.returncode == 0) == (lacks == "nothing"), run.stdout + run.stderr
 
 
-def test_an_import_brings_no_compiler() -> None:
+def test_an_import_brings_no_compiler():
     """torch._dynamo takes longer than all of epmoe."""
     run = run_fresh("import sys, epmoe; print('torch._dynamo' in sys.modules)")
     assert run.stdout == "False\n", run.stderr
 
 
-def test_the_command_line_names_its_extra() -> None:
+def test_the_command_line_names_its_extra():
     run = without(
         ["rich"], "import runpy; runpy.run_module('epmoe', run_name='__main__', alter_sys=True)"
     )
@@ -225,9 +221,7 @@ def test_the_command_line_names_its_extra() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_only_one_rank_names_the_extra(
-    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_one_rank_names_the_extra(rank, monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "epmoe.cli")
     monkeypatch.setitem(sys.modules, "typer", None)
     monkeypatch.setenv("RANK", str(rank))
@@ -238,7 +232,7 @@ def test_only_one_rank_names_the_extra(
     assert ("epmoe[cli]" in capsys.readouterr().err) == (rank == 0)
 
 
-def test_another_missing_module_is_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_missing_module_is_an_exception(monkeypatch):
     monkeypatch.delitem(sys.modules, "epmoe.cli")
     monkeypatch.setitem(sys.modules, "epmoe.cli.plan", None)
     with pytest.raises(ModuleNotFoundError, match="epmoe.cli.plan"):
@@ -250,13 +244,13 @@ def test_another_missing_module_is_an_exception(monkeypatch: pytest.MonkeyPatch)
     [("run", "--report", "report.html", "jinja2"), ("bench", "--plot", "plot.svg", "matplotlib")],
 )
 def test_an_output_names_its_extra_before_the_run(
-    command: str,
-    option: str,
-    file: str,
-    package: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    command,
+    option,
+    file,
+    package,
+    tmp_path,
+    monkeypatch,
+):
     monkeypatch.setitem(sys.modules, package, None)
     result = CliRunner().invoke(app, [command, "cpu_demo", option, str(tmp_path / file)])
     assert result.exit_code == 2
@@ -266,7 +260,7 @@ def test_an_output_names_its_extra_before_the_run(
     )
 
 
-def test_a_command_names_the_extra_of_a_late_import(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_names_the_extra_of_a_late_import(monkeypatch):
     def needs_matplotlib(*_: object) -> None:
         raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib.figure")
 

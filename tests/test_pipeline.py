@@ -161,7 +161,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients_are_those_of_one_process(stages: Host, case: Case) -> None:
+def test_gradients_are_those_of_one_process(stages, case):
     stages.succeed(NAMES, step, case)
 
 
@@ -176,7 +176,7 @@ MOMENTS = {
 @pytest.mark.parametrize(
     "moment", [slow("before a round"), slow("in a round"), "in a backward round"]
 )
-def test_a_rank_dies_in_the_schedule(host: Host, moment: str) -> None:
+def test_a_rank_dies_in_the_schedule(host, moment):
     """The other rank of its stage names it. The other stage learns of it from torch, as these
     processes end.
     """

@@ -7,7 +7,6 @@ import errno
 import itertools
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -233,7 +232,7 @@ def narrow(experts: epmoe.GroupedExperts) -> None:
     ],
 )
 def test_what_cannot_be_saved_is_named_and_leaves_nothing(
-    change: Callable, error, message, deepseek, tmp_path
+    change, error, message, deepseek, tmp_path
 ):
     model, folder = deepseek
     with epmoe.ExpertParallel(config_of(folder.path), device="cpu") as ep:

@@ -5,7 +5,6 @@ rest: test_docs.py.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from launched import ROOT, torchrun
 
@@ -15,7 +14,7 @@ START = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_example_runs(tmp_path: Path) -> None:
+def test_the_example_runs(tmp_path):
     example = tmp_path / "example.py"
     example.write_text(re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0])
     run = torchrun(4, example)
@@ -24,7 +23,7 @@ def test_the_example_runs(tmp_path: Path) -> None:
         assert f"rank {rank}: y [{5 * rank}, 256]" in run.stdout
 
 
-def test_the_page_is_short_and_shows_how_to_begin() -> None:
+def test_the_page_is_short_and_shows_how_to_begin():
     assert len(README.split()) <= 950
     assert {"make demo", "make test"} <= set(re.findall(r"^make \w+", README, re.MULTILINE))
     assert "Hopper" in README and "MegaMoE of sgl-deep-gemm 0.1.5, July 2026" in " ".join(
@@ -32,7 +31,7 @@ def test_the_page_is_short_and_shows_how_to_begin() -> None:
     )
 
 
-def test_both_pages_install_alike() -> None:
+def test_both_pages_install_alike():
     """Also on a machine without GPUs, whose torch has an index of its own."""
     shown = [
         [
@@ -49,7 +48,7 @@ def test_both_pages_install_alike() -> None:
     assert indexes[0] == indexes[1] != set()
 
 
-def test_the_configuration_shown_is_the_ready_one(tmp_path: Path) -> None:
+def test_the_configuration_shown_is_the_ready_one(tmp_path):
     shown = tmp_path / "shown.yaml"
     shown.write_text(re.findall(r"```yaml\n(.*?)```", START, re.DOTALL)[0])
     assert EPConfig.load(shown) == EPConfig.load(ROOT / "configs" / "cpu_demo.yaml")

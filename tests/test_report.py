@@ -101,7 +101,7 @@ class Elements(HTMLParser):
         ]
 
 
-def test_the_report_needs_no_other_file(tmp_path: Path) -> None:
+def test_the_report_needs_no_other_file(tmp_path):
     """And it is small; every header says what it heads."""
     html = written(
         tmp_path, *[result(name=f"model {n}", baseline=BASELINE if n else None) for n in range(4)]
@@ -124,7 +124,7 @@ def test_the_report_needs_no_other_file(tmp_path: Path) -> None:
     assert "default-src 'none'" in html, "the browser refuses whatever the page would load"
 
 
-def test_the_report_says_what_was_run_where_when_and_with_which_versions(tmp_path: Path) -> None:
+def test_the_report_says_what_was_run_where_when_and_with_which_versions(tmp_path):
     text = Elements(written(tmp_path, result())).text
     for said in (*ABOUT, *ABOUT.values(), "bfloat16", "K = 2"):
         assert said in text
@@ -135,7 +135,7 @@ def test_the_report_says_what_was_run_where_when_and_with_which_versions(tmp_pat
     )
 
 
-def test_the_result_is_one_line(tmp_path: Path) -> None:
+def test_the_result_is_one_line(tmp_path):
     models = [result(name="a", baseline=BASELINE), result(name="b", baseline=BASELINE)]
     alike = "2 processes generate the same tokens as one; logits agree within 2.0e-06"
     failed = result(
@@ -156,7 +156,7 @@ def test_the_result_is_one_line(tmp_path: Path) -> None:
         assert headline(results) == line and f'<h1 class="{kind}">' in written(tmp_path, *results)
 
 
-def test_the_report_shows_checks_and_counters(tmp_path: Path) -> None:
+def test_the_report_shows_checks_and_counters(tmp_path):
     failed = Check("logit error", "0.5 (limit 1e-05)", False)
     html = written(tmp_path, result(), result(name="other", checks=[failed]))
     assert '<li class="ok">✓ error: 1e-7</li>' in html
@@ -165,7 +165,7 @@ def test_the_report_shows_checks_and_counters(tmp_path: Path) -> None:
     assert "&lt;b&gt;prompt&lt;/b&gt;" in html and "a &amp; b" in html
 
 
-def test_one_process_stands_beside_the_ranks(tmp_path: Path) -> None:
+def test_one_process_stands_beside_the_ranks(tmp_path):
     text = Elements(written(tmp_path, result(baseline=BASELINE))).text
     assert text.count("a & b") == 2 and "a time" in text and "upon" in text
     assert text.count("✓ same") == 1 and text.count("✗ differs") == 1
@@ -176,7 +176,7 @@ def test_one_process_stands_beside_the_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("baseline", [None, BASELINE])
-def test_every_stage_in_the_report_is_defined(tmp_path: Path, baseline: Baseline | None) -> None:
+def test_every_stage_in_the_report_is_defined(tmp_path, baseline):
     html = written(tmp_path, result(baseline=baseline))
     shown = set(re.findall(r'data-stage="([^"]*)"', html))
     assert shown == {"dispatch", "combine"} | ({"attention", "loop"} if baseline else set())
@@ -186,7 +186,7 @@ def test_every_stage_in_the_report_is_defined(tmp_path: Path, baseline: Baseline
         assert definition.endswith(".") and definition.count(". ") == 0, "one sentence"
 
 
-def test_the_time_of_a_model_is_all_in_named_stages() -> None:
+def test_the_time_of_a_model_is_all_in_named_stages():
     """Measured: a model of one process, whose stages are timed apart from its total."""
     pytest.importorskip("transformers")
     from epmoe.cli.demo.generate import run_model
@@ -206,7 +206,7 @@ def test_the_time_of_a_model_is_all_in_named_stages() -> None:
     assert {"set up", "dispatch", "combine"} <= set(outcome.stages[0])
 
 
-def test_the_means_of_stages_add_up_to_the_mean_time() -> None:
+def test_the_means_of_stages_add_up_to_the_mean_time():
     assert result().seconds == {"dispatch": pytest.approx(0.03), "combine": pytest.approx(0.02)}
     assert sum(result().seconds.values()) == pytest.approx(sum(result().elapsed) / 2)
     assert list(mean_stages([{"loop": 1.0, "gather": 2.0}, {"gather": 4.0}])) == ["gather", "loop"]
@@ -223,7 +223,7 @@ def test_the_means_of_stages_add_up_to_the_mean_time() -> None:
     assert [sum(shares[bar : bar + 2]) for bar in (0, 2, 4)] == [100, 100, 100]
 
 
-def test_what_ranks_have_sent_and_computed() -> None:
+def test_what_ranks_have_sent_and_computed():
     fp8 = EPConfig(
         **CONFIG.model_dump() | {"exchange": {"payload": "fp8", "combine_payload": "fp8"}}
     )
@@ -240,7 +240,7 @@ def test_what_ranks_have_sent_and_computed() -> None:
     assert one.passed and not result(checks=[Check("error", "1", False)]).passed
 
 
-def test_imbalance_is_the_largest_load_over_the_mean() -> None:
+def test_imbalance_is_the_largest_load_over_the_mean():
     assert imbalance([1, 20, 3, 40, 5]) == pytest.approx(40 / 13.8)
     assert imbalance([9, 60]) == pytest.approx(60 / 34.5)
     assert imbalance([7, 7, 7]) == 1 and imbalance([0, 0]) is None
@@ -254,7 +254,7 @@ def test_imbalance_is_the_largest_load_over_the_mean() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 16, 64])
-def test_any_number_of_ranks_and_no_traffic_at_all(tmp_path: Path, ranks: int) -> None:
+def test_any_number_of_ranks_and_no_traffic_at_all(tmp_path, ranks):
     empty = {
         "traffic": [[0] * ranks] * ranks,
         "load": [0] * 256,
@@ -279,13 +279,13 @@ def test_any_number_of_ranks_and_no_traffic_at_all(tmp_path: Path, ranks: int) -
         (3, ["0", "1", "2", "3"]),
     ],
 )
-def test_axes_have_round_numbers(top: float, labels: list[str]) -> None:
+def test_axes_have_round_numbers(top, labels):
     end, ticks = charts.axis(top, lambda value: f"{value:g}", whole=True)
     assert end >= top and [label for _, label in ticks] == labels
     assert (ticks[0][0], ticks[-1][0]) == (0, 100)
 
 
-def test_no_path_of_the_machine_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_path_of_the_machine_is_repeated(monkeypatch):
     monkeypatch.setattr(
         "sys.argv",
         ["epmoe", "run", "/home/me/a b.yaml", "--report=/srv/out/r.html", "--steps", "3"],
@@ -305,7 +305,7 @@ def test_no_path_of_the_machine_is_repeated(monkeypatch: pytest.MonkeyPatch) -> 
     assert f"{len(os.sched_getaffinity(0))} core" in run["Machine"]
 
 
-def test_a_reader_is_told_that_ranks_share_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_is_told_that_ranks_share_cores(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     assert caution([result(placement=Placement.build(8, 4))]).startswith(
         "4 processes take turns on 2 cores: "
@@ -317,7 +317,7 @@ def test_a_reader_is_told_that_ranks_share_cores(monkeypatch: pytest.MonkeyPatch
     assert caution([result(config=on_gpus)]) == ""
 
 
-def test_dropped_pairs_are_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dropped_pairs_are_the_cause(tmp_path, capsys):
     limited = EPConfig(
         **CONFIG.model_dump() | {"capacity": {"max_expert_rows": 64, "on_overflow": "drop"}}
     )
@@ -335,9 +335,7 @@ def test_dropped_pairs_are_the_cause(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "dropped" not in Elements(written(tmp_path, result())).text and result().cause == ""
 
 
-def test_waiting_is_told_apart_from_dispatch(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_waiting_is_told_apart_from_dispatch(tmp_path, capsys):
     one = result(waited=[[0.0, 0.01], [0.03, 0.0]])
     assert one.waiting == 0.02
     show(one)
@@ -346,9 +344,7 @@ def test_waiting_is_told_apart_from_dispatch(
     assert told in " ".join(re.sub("<[^>]*>", " ", written(tmp_path, one)).split())
 
 
-def test_the_terminal_and_the_report_have_the_same_tables(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_terminal_and_the_report_have_the_same_tables(tmp_path, capsys):
     """Word for word; and on a terminal of 80 columns the tables are whole."""
     results = [result(name=name, baseline=BASELINE, texts=()) for name in ("deepseek_v3", "failed")]
     results[1] = replace(results[1], checks=[Check("error", "<b>", False)])
@@ -370,7 +366,7 @@ def test_the_terminal_and_the_report_have_the_same_tables(
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_and_bars_have_contrast(tmp_path: Path, scheme: str) -> None:
+def test_text_and_bars_have_contrast(tmp_path, scheme):
     """WCAG 2: 4.5 for text, 3 for bars."""
     light, dark = written(tmp_path, result()).split("@media (prefers-color-scheme: dark)")[:2]
     colours = dict(
@@ -423,7 +419,7 @@ def three_ranks(**changes: object) -> Result:
     return result(**fields | {"elapsed": [0.0] * 3, "dropped": [0] * 3, "texts": ()} | changes)
 
 
-def test_rows_to_oneself_stand_apart_from_rows_on_the_wire(tmp_path: Path) -> None:
+def test_rows_to_oneself_stand_apart_from_rows_on_the_wire(tmp_path):
     traffic = [[900, 4, 0], [8, 700, 1], [2, 2, 0]]
     three = three_ranks(traffic=traffic)
     assert (three.rows_moved, three.rows_kept) == (17, 1600)
@@ -449,7 +445,7 @@ def test_rows_to_oneself_stand_apart_from_rows_on_the_wire(tmp_path: Path) -> No
     assert page.of_class("ramp"), "a colour bar"
 
 
-def test_who_waits_for_whom(tmp_path: Path) -> None:
+def test_who_waits_for_whom(tmp_path):
     three = three_ranks(waited=[[0, 2, 0.5], [0.25, 0, 1], [0, 0.004, 0]])
     assert three.late == (1, 2.004)
     heat = Elements(charts.waits(three))
@@ -482,7 +478,7 @@ def test_who_waits_for_whom(tmp_path: Path) -> None:
     assert "Who waits" not in written(tmp_path, alone), "one rank has nobody to wait for"
 
 
-def test_the_colours_span_the_values_and_16_ranks_have_numbers() -> None:
+def test_the_colours_span_the_values_and_16_ranks_have_numbers():
     heat = Elements(
         charts.traffic(three_ranks(traffic=[[0, 900, 950], [1000, 0, 900], [925, 1000, 0]]))
     )
@@ -496,7 +492,7 @@ def test_the_colours_span_the_values_and_16_ranks_have_numbers() -> None:
         assert ("1,2341,234" in page.text) == labelled and bool(page.of_class("small")) != labelled
 
 
-def test_loads_of_ranks_while_experts_move(tmp_path: Path) -> None:
+def test_loads_of_ranks_while_experts_move(tmp_path):
     rows = [[30] * 12 + [11] * 12, [10] * 12 + [10] * 12, [5] * 12 + [9] * 12]
     balancing = Balancing(rows, [(2, 3), (12, 1), (13, 0), (24, 1)])
     assert balancing.num_moves == 5 and balancing.ends == (2.0, 1.1)
@@ -521,7 +517,7 @@ def test_loads_of_ranks_while_experts_move(tmp_path: Path) -> None:
     assert "while experts move" not in written(tmp_path, three_ranks())
 
 
-def test_a_run_of_one_round_or_of_many_ranks_or_without_tokens(tmp_path: Path) -> None:
+def test_a_run_of_one_round_or_of_many_ranks_or_without_tokens(tmp_path):
     assert charts.balance(Balancing([[1], [3]], [])).count('scope="col"') == 1
     many = charts.balance(Balancing([[n] * 5 for n in range(64)], []))
     assert "cells small" in many and many.count('scope="col"') == 5

@@ -33,7 +33,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def test_experts_move_while_the_layer_runs(config: Path, tmp_path: Path) -> None:
+def test_experts_move_while_the_layer_runs(config, tmp_path):
     """Rank 0 prints, and no other."""
     report = tmp_path / "report.html"
     run = epmoe("run", config, "--steps", 40, "--routing", "drift", "--balance", "--report", report)
@@ -47,7 +47,7 @@ def test_experts_move_while_the_layer_runs(config: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_model_generates_the_tokens_of_one_process(config: Path, tmp_path: Path) -> None:
+def test_a_model_generates_the_tokens_of_one_process(config, tmp_path):
     pytest.importorskip("transformers")
     report = tmp_path / "report.html"
     run = epmoe("run", config, "--model", "mixtral", "--steps", 3, "--report", report)
@@ -57,7 +57,7 @@ def test_a_model_generates_the_tokens_of_one_process(config: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_bench_prints_and_writes_its_figures(config: Path, tmp_path: Path) -> None:
+def test_bench_prints_and_writes_its_figures(config, tmp_path):
     written = tmp_path / "bench.json"
     plot = tmp_path / "plot.svg"
     options = ["--tokens", 1, "--tokens", 16, "--repeats", 2, "--json", written, "--plot", plot]

@@ -7,8 +7,6 @@ not.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import sanitizer
 from launched import run_two_ranks
@@ -89,19 +87,19 @@ for time in range(8):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "end"), [(1, "as multiprocessing"), (2, "as an interpreter")])
-def test_a_forked_child_touches_nothing(nodes, end, tmp_path: Path):
+def test_a_forked_child_touches_nothing(nodes, end, tmp_path):
     """Every call of the child raises, and its end is harmless, by destructors or without them."""
     run_two_ranks(BEGIN + FORK, tmp_path / "store", nodes, end)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_a_script_ends(nodes, tmp_path: Path):
+def test_a_script_ends(nodes, tmp_path):
     """Nothing of ours outlives any of the groups."""
     run_two_ranks(BEGIN + GROUPS, tmp_path / "store", nodes, "")
 
 
-def test_a_script_that_forks_ends(tmp_path: Path):
+def test_a_script_that_forks_ends(tmp_path):
     """Both in one script: an interpreter takes seconds to import torch."""
     run_two_ranks(BEGIN + FORK + GROUPS, tmp_path / "store", 2, "as multiprocessing")
 

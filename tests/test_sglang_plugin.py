@@ -15,7 +15,7 @@ from helpers import ROOT
 from epmoe.integrations import sglang
 
 
-def test_the_entry_point_names_the_plugin() -> None:
+def test_the_entry_point_names_the_plugin():
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][
         "sglang.srt.plugins"
     ]
@@ -24,9 +24,7 @@ def test_the_entry_point_names_the_plugin() -> None:
 
 
 @pytest.mark.parametrize("value", [None, "", "0"])
-def test_does_nothing_unless_it_is_chosen(
-    value: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_does_nothing_unless_it_is_chosen(value, monkeypatch):
     monkeypatch.delitem(sys.modules, "epmoe.integrations.sglang.dispatcher", raising=False)
     monkeypatch.delenv("EPMOE_SGLANG", raising=False)
     if value is not None:
@@ -36,7 +34,7 @@ def test_does_nothing_unless_it_is_chosen(
 
 
 @pytest.mark.parametrize("value", ["yes", "[1]", '{"live": 1000}', '{"live": {}, "every": 10}'])
-def test_an_unknown_value_is_an_error(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_value_is_an_error(value, monkeypatch):
     monkeypatch.setenv("EPMOE_SGLANG", value)
     with pytest.raises(
         ValueError,
@@ -45,7 +43,7 @@ def test_an_unknown_value_is_an_error(value: str, monkeypatch: pytest.MonkeyPatc
         sglang.register()
 
 
-def test_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_says_what_is_missing(monkeypatch):
     monkeypatch.delitem(sys.modules, "epmoe.integrations.sglang.dispatcher", raising=False)
     monkeypatch.setitem(sys.modules, "sglang", None)  # as if it were not installed
     monkeypatch.setenv("EPMOE_SGLANG", "1")

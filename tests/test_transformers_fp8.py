@@ -221,7 +221,7 @@ def test_gradients_are_an_error(trained):
 
 
 @torch.no_grad()
-def test_segments_are_aligned_where_the_gemm_wants_it(monkeypatch: pytest.MonkeyPatch):
+def test_segments_are_aligned_where_the_gemm_wants_it(monkeypatch):
     """DeepGEMM wants it. Here torch's GEMM computes the same rows with gaps between
     the segments.
     """

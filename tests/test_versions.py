@@ -514,7 +514,7 @@ def _fill(layer: nn.Module, value: float) -> None:
         weight.fill_(value)
 
 
-def test_a_version_that_one_rank_has_sent_is_named(tmp_path: Path) -> None:
+def test_a_version_that_one_rank_has_sent_is_named(tmp_path):
     """A trainer in which `send` runs on one rank only."""
     assert versions.what_is_there(tmp_path) == "no version is whole"
     (tmp_path / "v0000000000003.group.0.1-of-3").touch()
@@ -527,7 +527,7 @@ def test_a_version_that_one_rank_has_sent_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gather", [1, 2])
-def test_words_of_a_receiver_that_is_not_made_leave_no_file(tmp_path: Path, gather: int) -> None:
+def test_words_of_a_receiver_that_is_not_made_leave_no_file(tmp_path, gather):
     """Another rank fails in whichever of its steps."""
     calls = count(1)
 
@@ -542,7 +542,7 @@ def test_words_of_a_receiver_that_is_not_made_leave_no_file(tmp_path: Path, gath
     assert not list(tmp_path.iterdir())
 
 
-def test_words_of_a_process_that_was_killed_go_with_the_next_owner(tmp_path: Path) -> None:
+def test_words_of_a_process_that_was_killed_go_with_the_next_owner(tmp_path):
     """At whichever of its calls. Those of one that lives stay."""
 
     def is_looked_at(value: object) -> list[object]:
@@ -598,9 +598,7 @@ OWN = [-1, ""]
         ([[ONE], [ONE]], False, "some of them have come from elsewhere"),
     ],
 )
-def test_a_group_that_forms_has_one_version_or_opens_no_round(
-    layer: nn.Module, of_ranks: list[list[object]], whole: bool, said: str
-) -> None:
+def test_a_group_that_forms_has_one_version_or_opens_no_round(layer, of_ranks, whole, said):
     held = HeldVersions()
     held.put([layer], Held(1, "a"))
     held.compare(of_ranks, whole)
@@ -612,7 +610,7 @@ def test_a_group_that_forms_has_one_version_or_opens_no_round(
     held.check()
 
 
-def test_layers_that_nobody_has_any_more_need_no_version(layer: nn.Module) -> None:
+def test_layers_that_nobody_has_any_more_need_no_version(layer):
     held = HeldVersions()
     former = nn.Linear(1, 1)
     held.put([former, layer], Held(1, "a"))
@@ -623,7 +621,7 @@ def test_layers_that_nobody_has_any_more_need_no_version(layer: nn.Module) -> No
     assert held.rounds_may_begin
 
 
-def test_a_rank_without_layers_waits_for_a_receiver(layer: nn.Module) -> None:
+def test_a_rank_without_layers_waits_for_a_receiver(layer):
     """It has joined, or its model has gone."""
     held = HeldVersions()
     held.compare([[OWN], [TWO]], True)

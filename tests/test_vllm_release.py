@@ -138,9 +138,7 @@ GONE = {
 
 
 @pytest.mark.parametrize(("version", "gone"), GONE.values(), ids=GONE)
-def test_a_release_of_another_shape(
-    install, monkeypatch, caplog, version: str, gone: tuple[str, ...]
-) -> None:
+def test_a_release_of_another_shape(install, monkeypatch, caplog, version, gone):
     install(version, gone)
     register()
     assert (
@@ -156,7 +154,7 @@ def test_a_release_of_another_shape(
 
 
 @pytest.mark.parametrize("version", ["0.25.3", "0.34.0", "0.34.0rc1+cpu", "1.0.0"])
-def test_a_release_of_the_same_shape_that_was_not_tried(install, version: str) -> None:
+def test_a_release_of_the_same_shape_that_was_not_tried(install, version):
     """Nobody who has not chosen epmoe is disturbed."""
     stub = install(version)
     register()
@@ -170,7 +168,7 @@ def test_a_release_of_the_same_shape_that_was_not_tried(install, version: str) -
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.32.0+cpu", "0.33.1"])
-def test_a_release_that_was_tried(install, caplog, version: str) -> None:
+def test_a_release_that_was_tried(install, caplog, version):
     from_registry = install(version).replaced
     register()
     assert Experts.registered.__name__ == "EpmoeRoutedExperts" and not caplog.text
@@ -181,7 +179,7 @@ def test_a_release_that_was_tried(install, caplog, version: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["flashinfer_nvlink_one_sided", "of_another_plugin"])
-def test_another_exchange_than_the_default_serves(install, caplog, backend: str) -> None:
+def test_another_exchange_than_the_default_serves(install, caplog, backend):
     """A default that depends on the GPU, or a registry's name: vLLM's method stays as it is, and a
     warning says why.
     """
@@ -196,9 +194,7 @@ def test_another_exchange_than_the_default_serves(install, caplog, backend: str)
 
 
 @pytest.mark.parametrize("runner", ["V2", "V1"])
-def test_experts_that_move_under_either_model_runner(
-    install, caplog, monkeypatch, runner: str
-) -> None:
+def test_experts_that_move_under_either_model_runner(install, caplog, monkeypatch, runner):
     """V2 replays steps without a forward context, so a warning says in which steps experts move."""
     monkeypatch.setitem(CONFIG, "use_v2_model_runner", runner == "V2")
     install("0.33.0").chosen = {"epmoe": {"layout": "layer", "live": {"slots_per_rank": 4}}}

@@ -248,18 +248,18 @@ def check(code: int, output: str, says: str) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_wrong_file(name: str) -> None:
+def test_a_wrong_file(name):
     content, says = FILES[name]
     Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
     refused(f"plan {name}", says)
 
 
 @pytest.mark.parametrize("wrong", [*FLAGS, *ENVIRONMENT], ids=lambda wrong: wrong[1])
-def test_wrong_flags_and_environments(wrong: tuple) -> None:
+def test_wrong_flags_and_environments(wrong):
     refused(*wrong)
 
 
-def test_torch_without_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_without_distributed(monkeypatch):
     monkeypatch.setattr(dist, "is_available", lambda: False)
     refused("run good.yaml", "this build of torch has no torch.distributed with gloo")
 
@@ -285,9 +285,7 @@ def test_torch_without_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["empty", "no weights", "broken", "unknown", "dense", "uneven"],
 )
-def test_a_wrong_checkpoint(
-    files: dict[str, str] | str, says: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_wrong_checkpoint(files, says, tmp_path_factory):
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("models") / "checkpoint"
     folder.mkdir()
@@ -309,13 +307,13 @@ def test_a_wrong_checkpoint(
     ],
     ids=["library", "cache"],
 )
-def test_a_library_that_is_not_there(variables: dict[str, str], says: str) -> None:
+def test_a_library_that_is_not_there(variables, says):
     """It takes a process of its own, because the library of this one is loaded."""
     run = run_python("-m", "epmoe", "run", Path("good.yaml").absolute(), **variables)
     check(run.returncode, run.stdout + run.stderr, says)
 
 
-def test_of_several_ranks_only_one_prints_the_usage() -> None:
+def test_of_several_ranks_only_one_prints_the_usage():
     for arguments in ("run", "run good.yaml --steps 0", "ran", "run nowhere.yaml"):
         result = CliRunner().invoke(app, arguments.split(), env=RANKS | {"RANK": "1"})
         assert (result.exit_code, result.output) == (2, ""), arguments

@@ -120,7 +120,7 @@ def assert_same(got: torch.nn.Module, want: torch.nn.Module) -> None:
         assert torch.equal(value, others[name]), name
 
 
-def test_the_experts_function_under_ddp(checkpoint: str, folder: Path, size: int) -> None:
+def test_the_experts_function_under_ddp(checkpoint, folder, size):
     """The Trainer loads no experts of its own checkpoint, which names each:
     `from_pretrained` does.
     """
@@ -133,7 +133,7 @@ def test_the_experts_function_under_ddp(checkpoint: str, folder: Path, size: int
     assert_same(load(folder / f"checkpoint-{STEPS}"), model)
 
 
-def test_a_checkpoint_with_the_names_of_the_model(checkpoint: str, folder: Path, size: int) -> None:
+def test_a_checkpoint_with_the_names_of_the_model(checkpoint, folder, size):
     """The Trainer then loads its experts itself, and so does `from_pretrained`."""
     model = load(checkpoint, **FUNCTION)
     model.save_pretrained = partial(model.save_pretrained, save_original_format=False)
@@ -148,7 +148,7 @@ def test_a_checkpoint_with_the_names_of_the_model(checkpoint: str, folder: Path,
 
 
 @needs_ep
-def test_the_ep_implementation_under_fsdp2(checkpoint: str, folder: Path, size: int) -> None:
+def test_the_ep_implementation_under_fsdp2(checkpoint, folder, size):
     """The Trainer saves such models without the optimizer, and says so: SGD, which has no state,
     goes on exactly.
     """
@@ -168,7 +168,7 @@ def test_the_ep_implementation_under_fsdp2(checkpoint: str, folder: Path, size: 
     assert_same(load(folder / f"checkpoint-{STEPS}"), model)
 
 
-def test_a_loop_of_accelerate(checkpoint: str, folder: Path, rank: int, size: int) -> None:
+def test_a_loop_of_accelerate(checkpoint, folder, rank, size):
     def steps(
         accelerator: Accelerator, model: Any, optimizer: Any, numbers: range
     ) -> list[tuple[float, float]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import traceback
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -318,6 +319,25 @@ def interrupted_at(step: int, files: Container[str | None]) -> Iterator[SimpleNa
 
     with suppress(Interrupted), stopped_at(step, files, interrupt) as found:
         yield found
+
+
+def fork(call: Callable[[], object]) -> int:
+    """A child that makes a call and ends, with an exit status of 0 unless the call raises."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        call()
+        os._exit(0)
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def is_right_in_a_fork(call: Callable[[], object]) -> bool:
+    """Whether a child makes a call that does not raise."""
+    return os.waitpid(fork(call), 0)[1] == 0
 
 
 def refuse_another_thread(call: Callable[[], object]) -> None:

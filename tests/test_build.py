@@ -13,11 +13,13 @@ import subprocess
 import sys
 import sysconfig
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import fork
 from launched import ROOT, TIMEOUT_S, run_python
 
 from epmoe.native import build, ops
@@ -367,7 +369,7 @@ def test_a_build_that_was_killed_goes_on(toolchain, tmp_path):
     """The next process waits for the compilers that still run, and compiles nothing twice."""
     started = tmp_path / "started"
     toolchain.meanwhile(f': >"{started}"; {shutil.which("sleep", path=os.defpath)} 0.3')
-    builder = in_a_child(tmp_path)
+    builder = fork(partial(build.build, tmp_path, portable=True))
     while not started.exists():
         time.sleep(0.01)
     os.kill(builder, signal.SIGKILL)
@@ -391,21 +393,9 @@ def test_what_a_killed_compiler_left_is_made_again(toolchain, tmp_path):
 
 def test_of_several_processes_one_builds(toolchain, tmp_path):
     toolchain.meanwhile(f"{shutil.which('sleep', path=os.defpath)} 0.1")
-    children = [in_a_child(tmp_path) for _ in range(3)]
+    children = [fork(partial(build.build, tmp_path, portable=True)) for _ in range(3)]
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
     assert toolchain.compiled() == EVERYTHING
-
-
-def in_a_child(cache: Path) -> int:
-    """A process that builds; exits with 0 if that succeeds."""
-    child = os.fork()
-    if child:
-        return child
-    try:
-        build.build(cache, portable=True)
-        os._exit(0)
-    finally:
-        os._exit(1)
 
 
 def test_a_build_of_another_process_is_waited_for(toolchain, tmp_path, monkeypatch):

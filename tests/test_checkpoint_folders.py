@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from helpers import randn, slow
+from helpers import alone, fork, randn, slow
 from torch import nn
 
 import epmoe
@@ -36,17 +36,8 @@ disk.
 
 
 def make_layer(size: int = 1, experts: int = E, width: int = F) -> epmoe.MoELayer:
-    config = epmoe.EPConfig(
-        model={
-            "num_experts": experts,
-            "num_experts_per_tok": 2,
-            "hidden_size": D,
-            "dtype": "float32",
-        },
-        topology={"ep_size": size},
-        capacity={"max_num_tokens_per_rank": 8},
-        exchange={"timeout_s": 2.0, "warmup_timeout_s": 3.0},
-    )
+    deadlines = {"timeout_s": 2.0, "warmup_timeout_s": 3.0}
+    config = alone(experts, hidden=D, topology={"ep_size": size}, exchange=deadlines)
     ep = epmoe.ExpertParallel(config, device="cpu")
     weights = randn(experts, D), randn(experts, 2 * width, D), randn(experts, D, width)
     return epmoe.MoELayer.from_full(ep, *weights)
@@ -85,19 +76,14 @@ def die_at(number: int) -> None:
     sys.addaudithook(hook)
 
 
-def fork(call: Callable[[], object], number: int = 0) -> int:
-    """Starts a fork that does the call, and dies at its change of a number."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            if number:
-                die_at(number)
-            call()
-            code = 0
-        finally:
-            os._exit(code)
-    return child
+def fork_and_die(call: Callable[[], object], number: int) -> int:
+    """A fork that makes a call, and dies at its change of a number."""
+
+    def run() -> None:
+        die_at(number)
+        call()
+
+    return fork(run)
 
 
 def died(child: int) -> bool:
@@ -130,7 +116,7 @@ def test_a_death_at_any_write_leaves_the_old_or_the_new_checkpoint(tmp_path, bef
         (tmp_path / "saved").mkdir()
     found = []
     for number in itertools.count(1):
-        ended = not died(fork(lambda: checkpoint.save(fill(layer, 2.0), folder), number))
+        ended = not died(fork_and_die(lambda: checkpoint.save(fill(layer, 2.0), folder), number))
         if before == "nothing" and not (folder / ".metadata").exists():
             with pytest.raises(ValueError, match=f"{folder}: must be a folder with a checkpoint"):
                 checkpoint.load(layer, folder)
@@ -167,12 +153,9 @@ def test_a_rank_that_dies_at_any_write_leaves_the_old_or_the_new_checkpoint(tmp_
             store = tmp_path / f"store-{number}"
             shutil.copytree(tmp_path / "saved", folder)
             save = partial(save_with_another, store, folder=folder)
-            pairs.append(
-                (
-                    folder,
-                    [fork(partial(save, rank), number * (rank == victim)) for rank in range(2)],
-                )
-            )
+            numbers = [number * (rank == victim) for rank in range(2)]
+            ranks = [fork_and_die(partial(save, rank), numbers[rank]) for rank in range(2)]
+            pairs.append((folder, ranks))
         for folder, ranks in pairs:
             ended |= not [died(rank) for rank in ranks][victim]
             found.append(loaded(layer, folder))

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import alone, full_layer
+from helpers import alone, fork, full_layer, is_right_in_a_fork
 
 import epmoe
 from epmoe.group.waiting import Promise
@@ -162,32 +162,30 @@ def test_a_forked_child_writes_nothing_into_windows(ep):
     balancer = epmoe.Balancer(ep, every=1)
     moves = ep.replace(ep.slots)
     before = ep.exchange.window.local.clone()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            mine = ep.live.mail
-            refused = 0
-            for close in (lambda: None, ep.close):
-                close()
-                for call in (
-                    balancer.tick,
-                    balancer.finish,
-                    moves.step,
-                    lambda: mine.post(Word.CANCELLED, 1, [0]),
-                    lambda: mine.put(0, 0, torch.ones(8)),
-                    ep.live.send_loads,
-                    lambda: ep.live.replace(ep.live.slots),
-                ):
-                    moves.cancel()
-                    try:
-                        call()
-                    except RuntimeError:
-                        refused += 1
-            status = 0 if refused >= 12 else 1  # `step` does nothing after `close`
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
+    mail = ep.live.mail
+    calls = (
+        balancer.tick,
+        balancer.finish,
+        moves.step,
+        lambda: mail.post(Word.CANCELLED, 1, [0]),
+        lambda: mail.put(0, 0, torch.ones(8)),
+        ep.live.send_loads,
+        lambda: ep.live.replace(ep.live.slots),
+    )
+
+    def call_all() -> None:
+        refused = 0
+        for close in (lambda: None, ep.close):
+            close()
+            for call in calls:
+                moves.cancel()
+                try:
+                    call()
+                except RuntimeError:
+                    refused += 1
+        assert refused >= 12  # `step` does nothing after `close`
+
+    assert is_right_in_a_fork(call_all)
     assert torch.equal(ep.exchange.window.local, before)
     ep.apply()
     assert moves.done and not moves.cancelled
@@ -238,13 +236,14 @@ def test_a_word_is_never_seen_in_part(ep):
     end = time.monotonic() + 2
     parent = os.getpid()
     place = exchange.views["moves.words"].data_ptr() + 8 * Word.VERSION
-    writer = os.fork()
-    if writer == 0:
+
+    def write() -> None:
         mail = Mail(exchange)  # that of a parent is not the child's
         while os.getppid() == parent:
             for value in (0, -1) * 500:
                 mail.post(Word.VERSION, value, [0])
-        os._exit(0)
+
+    writer = fork(write)
     word = ctypes.c_int64.from_address(place)
     seen = set()
     while time.monotonic() < end or len(seen) < 2:

@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 from helpers import tiny_model
 from launched import ROOT
 from mxfp4_models import quantize
-from test_checkpoint_folders import died, fork
+from test_checkpoint_folders import died, fork_and_die
 from transformers import AutoModelForCausalLM
 
 import epmoe
@@ -280,7 +280,7 @@ def test_a_death_at_any_write_leaves_no_folder_or_the_whole(deepseek, tmp_path):
         for number in itertools.count(1):
             if end.exists():
                 shutil.rmtree(end)
-            ended = not died(fork(save, number))
+            ended = not died(fork_and_die(save, number))
             if end.exists():
                 assert {file.name: file.read_bytes() for file in end.iterdir()} == want
             if ended:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ import host as ranks
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import slow
+from helpers import is_right_in_a_fork, slow
 from test_outlive import is_valid
 from waits import LONG_S, SOON_S
 
@@ -135,18 +134,12 @@ def test_a_process_in_which_a_group_has_failed(host):
     assert host.do(alive, recover_late, host.folder) == [None] * 2
 
 
-def resize_in_a_child(state, folder: Path) -> str:
-    """What a fork of this process gets."""
-    reads, writes = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
+def is_refused_in_a_child(state, folder: Path) -> bool:
+    def resize() -> None:
+        with pytest.raises(epmoe.EPStateError, match="this ExpertParallel belongs to process"):
             epmoe.resize(state.ep, folder, 1, print)
-        except Exception as error:
-            os.write(writes, f"{type(error).__name__}: {error}".encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    return os.read(reads, 1000).decode()
+
+    return is_right_in_a_fork(resize)
 
 
 def resize_during_a_call(state, folder: Path) -> str:
@@ -166,8 +159,7 @@ def resize_on_a_thread(state, folder: Path, size: int) -> list | bool:
 def test_from_a_fork_and_from_other_threads(host):
     """What is refused leaves no word in the store. Then all threads of a rank may call in turn."""
     names = ranks.serve(host, ranks=2)
-    (error,) = host.do([1], resize_in_a_child, host.folder)
-    assert error.startswith("EPStateError: this ExpertParallel belongs to process"), error
+    assert host.do([1], is_refused_in_a_child, host.folder) == [True]
     (error,) = host.do([1], resize_during_a_call, host.folder)
     assert error.startswith("RuntimeError: another thread is in a call"), error
     assert not list(host.folder.glob("epmoe-board"))

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import NO_CUDA, ROOT, alone
+from helpers import NO_CUDA, ROOT, alone, is_right_in_a_fork
 
 import epmoe
 from epmoe.exchange import peek, unscheduled
@@ -102,6 +101,10 @@ def test_a_stream_ends_with_its_owner_and_its_work(driver):
     assert driver.live == {third.cuda_stream, fourth.cuda_stream}
 
 
+def expect_nothing_ended() -> None:
+    assert not streams._ended
+
+
 def test_a_forked_child_destroys_nothing(driver, monkeypatch):
     """Neither what its parent has let go of, nor what it lets go of itself."""
     # `os.register_at_fork` has the method of the module's own.
@@ -110,10 +113,7 @@ def test_a_forked_child_destroys_nothing(driver, monkeypatch):
     monkeypatch.setattr(torch.cuda, "ExternalStream", External)
     left = own_stream(DEVICE)
     del left
-    child = os.fork()
-    if child == 0:
-        os._exit(len(streams._ended))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert is_right_in_a_fork(expect_nothing_ended)
     assert list(streams._ended) == [1]
     streams._ended.clear()
 

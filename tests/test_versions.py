@@ -17,13 +17,12 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NoReturn
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from helpers import alone, full_layer, randn, stopped_at
+from helpers import alone, fork, full_layer, randn, stopped_at
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -551,32 +550,23 @@ def test_words_of_a_process_that_was_killed_go_with_the_next_owner(tmp_path):
             assert Path(str(value)).exists()
         return [value]
 
+    def make_words(step: int) -> None:
+        """It is killed at a step, if so many come."""
+        files = {shared_words.__code__.co_filename, tempfile.__file__}
+        with stopped_at(step, files, partial(signal.raise_signal, signal.SIGKILL)):
+            shared_words(tmp_path, peers, 4, -1)
+
     peers = SimpleNamespace(rank=0, all_gather=is_looked_at)
     left = 0
     for number in count():
-        child = os.fork()
-        if child == 0:
-            with_a_kill(number, lambda: shared_words(tmp_path, peers, 4, -1))
-        status = os.waitpid(child, 0)[1]
+        status = os.waitpid(fork(partial(make_words, number)), 0)[1]
         left += len(list(tmp_path.iterdir()))
         versions.own_folder(tmp_path)
         assert not list(tmp_path.iterdir())
         if os.WIFEXITED(status):
-            assert os.WEXITSTATUS(status) == 0
+            assert status == 0
             break
     assert left > 3
-
-
-def with_a_kill(step: int, call: Callable[[], object]) -> NoReturn:
-    """Ends this process: by a SIGKILL at a step of the call, or behind it."""
-    files = {shared_words.__code__.co_filename, tempfile.__file__}
-    code = 1
-    try:
-        with stopped_at(step, files, partial(os.kill, os.getpid(), signal.SIGKILL)):
-            call()
-        code = 0
-    finally:
-        os._exit(code)
 
 
 ONE = [1, "a"]

@@ -7,7 +7,6 @@ of layer: test_guarantees.py. Signals: test_signals.py. Wrong arguments: tests/t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -27,7 +26,7 @@ from exchanges import (
     run_round,
     without_rank,
 )
-from helpers import ON_GPUS, ON_THE_CPU, full_layer, randn
+from helpers import ON_GPUS, ON_THE_CPU, full_layer, is_right_in_a_fork, randn
 from test_layers import D, E, K
 from test_training_layers import make_layers
 from torch import Tensor
@@ -495,19 +494,13 @@ def test_another_thread_is_refused_during_a_backward_pass(steps, rank, device):
 def test_a_forked_child_runs_no_backward_pass(make_ep, rank, device):
     steps = Steps(make_ep, rank)
     loss = steps.forward()
-    # The child tells by its exit code which error it has met.
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
+
+    def go_back() -> None:
+        with pytest.raises(EPStateError, match="of which this process is a fork"):
             loss.backward()
-        except EPStateError as error:
-            code = 0 if "of which this process is a fork" in str(error) else 2
-        finally:
-            os._exit(code)
+
+    assert is_right_in_a_fork(go_back)
     # In the parent the pass goes on as if nothing had happened.
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
     loss.backward()
     steps.assert_right(steps.gradients())
 

@@ -150,7 +150,7 @@ def build_without(*guards: str) -> str:
 
 
 def alone(
-    experts: int = 8,
+    num_experts: int = 8,
     top_k: int = 2,
     hidden: int = 64,
     dtype: str = "float32",
@@ -162,7 +162,7 @@ def alone(
     """
     config = {
         "model": {
-            "num_experts": experts,
+            "num_experts": num_experts,
             "num_experts_per_tok": top_k,
             "hidden_size": hidden,
             "dtype": dtype,

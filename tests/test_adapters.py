@@ -12,7 +12,7 @@ import adapter_models
 import pytest
 import torch
 from expert_inputs import MXFP4, quantized, random_mxfp4
-from helpers import assert_close, poisoned_memory, randn
+from helpers import alone, assert_close, poisoned_memory, randn
 from torch import Tensor
 
 import epmoe
@@ -33,11 +33,7 @@ ALL = list(range(E))
 
 
 def config(**sections: object) -> epmoe.EPConfig:
-    model = {"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "dtype": "float32"}
-    capacity = {"max_num_tokens_per_rank": 16, "extra_bytes": 4}
-    return epmoe.EPConfig(
-        **{"model": model, "topology": {"ep_size": 1}, "capacity": capacity} | sections
-    )
+    return alone(E, K, D, max_tokens=16, **{"capacity": {"extra_bytes": 4}} | sections)
 
 
 def layer_of(
@@ -180,11 +176,9 @@ def test_quantized_experts(device, dtype, payload, tokens):
     (gate_up, gate_up_scales), (down, down_scales) = pairs
     base = tuple(dequantize_weights(*pair, torch.float64) for pair in pairs)
     factors = adapter_models.draw(E, n, n, 4, seed=3)
-    sections = {
-        "model": {"num_experts": E, "num_experts_per_tok": K, "hidden_size": n, "dtype": "bfloat16"}
-    }
+    model = {"hidden_size": n, "dtype": "bfloat16"}
     with epmoe.ExpertParallel(
-        config(**sections, exchange={"payload": payload}), device=device
+        config(model=model, exchange={"payload": payload}), device=device
     ) as ep:
         options = {
             "gate_up_scales": gate_up_scales,
@@ -307,7 +301,7 @@ def test_what_layers_refuse(ep, device):
     # Configs that leave no room for numbers, or apply weights to inputs.
     for sections, says in [
         (
-            {"capacity": {"max_num_tokens_per_rank": 16}},
+            {"capacity": {}},
             "`capacity.extra_bytes` must be at least 4 with `adapters`, got 0",
         ),
         (

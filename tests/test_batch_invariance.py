@@ -17,14 +17,11 @@ from epmoe.local.gemm.blocks import ROWS, Blocks
 from epmoe.local.gemm.table import choose
 
 CPU = torch.device("cpu")
+INVARIANT = {"batch_invariant": True}
 
 
 def built(dtype: torch.dtype, **options: object) -> epmoe.GroupedExperts:
     return epmoe.GroupedExperts(**weights(dtype, CPU), batch_invariant=True, **options)
-
-
-def invariant(config: epmoe.EPConfig) -> epmoe.EPConfig:
-    return epmoe.EPConfig(**config.model_dump() | {"experts": {"batch_invariant": True}})
 
 
 @torch.no_grad()
@@ -66,7 +63,7 @@ def test_gradients_and_the_bits_of_serving(dtype):
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_layer_and_its_router(trained):
     """Bits of logits and y, compiled or eager, with gradients or without."""
-    config = invariant(alone(E, 2, D, max_tokens=40, routing={"logit_bias": True}))
+    config = alone(E, 2, D, max_tokens=40, routing={"logit_bias": True}, experts=INVARIANT)
     gate_up = randn(E, 2 * F, D, seed=1)
     down = randn(E, D, F, seed=2)
     with epmoe.ExpertParallel(config, device=CPU) as ep, torch.set_grad_enabled(trained):
@@ -119,4 +116,4 @@ def test_copies_are_refused(placement):
     with pytest.raises(
         ValueError, match=r"`experts.batch_invariant` must be false where experts have copies"
     ):
-        invariant(alone(placement=placement))
+        alone(placement=placement, experts=INVARIANT)

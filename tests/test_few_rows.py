@@ -448,7 +448,7 @@ def test_borders_by_what_the_driver_says_of_the_memory(monkeypatch):
 
 def test_a_round_says_how_many_rows_an_expert_gets():
     """T · R · K / P."""
-    with epmoe.ExpertParallel(alone(experts=8, top_k=2, hidden=64, max_tokens=4)) as ep:
+    with epmoe.ExpertParallel(alone()) as ep:
         ids = torch.tensor([[0, 1], [1, 3], [5, 6]])
         weights = torch.ones(3, 2)
         d = ep.dispatch(randn(3, 64), ids, weights)

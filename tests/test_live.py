@@ -34,7 +34,7 @@ REFUSED = "another thread is in a call of this ExpertParallel: one thread at a t
 
 @pytest.fixture
 def ep() -> Iterator[epmoe.ExpertParallel]:
-    with epmoe.ExpertParallel(alone(experts=E, placement=LIVE)) as ep:
+    with epmoe.ExpertParallel(alone(E, placement=LIVE)) as ep:
         yield ep
 
 
@@ -217,7 +217,7 @@ def test_a_refusal_that_an_exception_held_back_is_told_later(ep, monkeypatch):
 def test_plans_have_room_for_what_moves_need_and_others_have_none(ep):
     plan = epmoe.MemoryPlan.build(ep.config)
     assert plan == ep.memory_plan() and plan["moves.staging"].nbytes == 1 << 20
-    others = epmoe.MemoryPlan.build(alone(experts=E)).buffers
+    others = epmoe.MemoryPlan.build(alone(E)).buffers
     assert not [buffer for buffer in others if buffer.name.startswith("moves.")]
 
 

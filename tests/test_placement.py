@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import alone
 from hypothesis import given
 from hypothesis import strategies as st
 from no_clock import NO_CLOCK
 
-from epmoe.config.config import EPConfig
 from epmoe.config.placement import Move, Placement
 
 
@@ -203,10 +203,7 @@ def test_moves_bring_every_weight_to_its_place(placement, data):
 @NO_CLOCK
 @given(placements())
 def test_a_config_carries_any_placement(placement):
-    config = EPConfig(
-        model={"num_experts": placement.num_experts, "num_experts_per_tok": 1, "hidden_size": 64},
-        topology={"ep_size": 1},
-    )
+    config = alone(placement.num_experts, top_k=1)
     assert config.with_placement(placement).place_experts() == placement
 
 

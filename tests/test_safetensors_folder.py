@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from helpers import TINY_MODEL, assert_close, randn, tiny_model
+from helpers import TINY_MODEL, alone, assert_close, randn, tiny_model
 from torch import Tensor
 
 pytest.importorskip("transformers")
@@ -478,8 +478,7 @@ def test_an_expert_that_the_router_does_not_know(tmp_path, make, x):
 )
 def test_a_config_of_another_number_of_experts(tmp_path, experts, message):
     folder = saved(tmp_path, each())
-    model = {"num_experts": experts, "num_experts_per_tok": 2, "hidden_size": D, "dtype": "float32"}
-    config = epmoe.EPConfig(model=model, topology={"ep_size": 1})
+    config = alone(experts, hidden=D)
     error = pytest.raises((ValueError, LookupError), match=message)
     with epmoe.ExpertParallel(config, device="cpu") as ep, error:
         epmoe.MoELayer.from_safetensors(ep, folder, BLOCK)
@@ -575,9 +574,7 @@ def test_a_bias_of_the_choice_makes_the_router_fp32(tmp_path):
 @pytest.mark.parametrize("bias", [{}, {f"{BLOCK}.gate.bias": randn(E).bfloat16()}])
 def test_a_router_in_another_dtype(tmp_path, bias):
     tensors = {name: tensor.bfloat16() for name, tensor in each().items()}
-    model = {"num_experts": E, "num_experts_per_tok": 2, "hidden_size": D, "dtype": "bfloat16"}
-    routing = {"logit_bias": bool(bias)}
-    config = epmoe.EPConfig(model=model, topology={"ep_size": 1}, routing=routing)
+    config = alone(E, hidden=D, dtype="bfloat16", routing={"logit_bias": bool(bias)})
     with epmoe.ExpertParallel(config, device="cpu") as ep:
         folder = saved(tmp_path, tensors | bias)
         layer = epmoe.MoELayer.from_safetensors(ep, folder, BLOCK, router_dtype=torch.float32)
@@ -595,14 +592,13 @@ def test_what_a_bias_of_the_gate_is_says_the_config(tmp_path, given):
     folder = saved(tmp_path, each() | {f"{BLOCK}.gate.bias": bias})
     x = randn(9, D)
     plain = x @ folder[f"{BLOCK}.gate.weight"].T
-    model = {"num_experts": E, "num_experts_per_tok": 2, "hidden_size": D, "dtype": "float32"}
     refusal = rf"`{BLOCK}.gate.bias` must be said to be .*`routing.logit_bias`.*selection_bias`$"
     for routing, biases in (
         ({"selection_bias": True}, ["bias"]),
         ({"logit_bias": True}, ["logit_bias"]),
         ({}, None),
     ):
-        config = epmoe.EPConfig(model=model, topology={"ep_size": 1}, routing=routing)
+        config = alone(E, hidden=D, routing=routing)
         options = {name: bias for name in biases or ["bias"] if given}
         with epmoe.ExpertParallel(config, device="cpu") as ep:
             if biases is None:
@@ -625,10 +621,8 @@ def test_what_a_bias_of_the_gate_is_says_the_config(tmp_path, given):
 def test_a_bias_of_the_choice_is_refused_where_the_config_does_not_say_it(tmp_path):
     tensors = added(each(), "gate.e_score_correction_bias", like=randn(E))
     folder = saved(tmp_path, tensors)
-    model = {"num_experts": E, "num_experts_per_tok": 2, "hidden_size": D, "dtype": "float32"}
-    config = epmoe.EPConfig(model=model, topology={"ep_size": 1})
     refusal = rf"{tmp_path}: the router of `{BLOCK}` has a bias of the choice, so .*selection_bias"
-    with epmoe.ExpertParallel(config, device="cpu") as ep:
+    with epmoe.ExpertParallel(alone(E, hidden=D), device="cpu") as ep:
         with pytest.raises(ValueError, match=refusal):
             epmoe.MoELayer.from_safetensors(ep, folder, BLOCK)
         with pytest.raises(ValueError, match="`bias` must be None, unless"):
@@ -677,11 +671,7 @@ def test_experts_of_step_are_read_from_three_tensors(tmp_path, read):
     names = ("gate_proj", "up_proj", "down_proj")
     assert sorted(read) == sorted(f"{STEP}.{name}.weight[{x}]" for x in (5, 0) for name in names)
     assert torch.equal(folder.router(BLOCK)["bias"], folder[f"{STEP}.router_bias"])
-    config = epmoe.EPConfig(
-        model={"num_experts": E, "num_experts_per_tok": 2, "hidden_size": D, "dtype": "float32"},
-        topology={"ep_size": 1},
-        routing={"selection_bias": True},
-    )
+    config = alone(E, hidden=D, routing={"selection_bias": True})
     with epmoe.ExpertParallel(config, device="cpu") as ep:
         layer = epmoe.MoELayer.from_safetensors(ep, folder, BLOCK)
         model = torch.nn.ModuleDict({"model": nested(layer)})
@@ -739,11 +729,7 @@ def test_what_a_checkpoint_lacks_is_named(tmp_path):
     [{"w_down": randn(E - 1, D, F)}, {"down_bias": randn(D)}, {"w_gate_up": randn(2 * F, D)}],
 )
 def test_from_full_needs_a_row_for_each_expert(wrong):
-    config = epmoe.EPConfig(
-        model={"num_experts": E, "num_experts_per_tok": 2, "hidden_size": D, "dtype": "float32"},
-        topology={"ep_size": 1},
-    )
-    with epmoe.ExpertParallel(config, device="cpu") as ep:
+    with epmoe.ExpertParallel(alone(E, hidden=D), device="cpu") as ep:
         (name,) = wrong
         with pytest.raises(
             ValueError, match=rf"`{name}` must have a row for each of 6 experts, got \["

@@ -236,10 +236,7 @@ def test_only_the_first_round_waits_for_ranks_that_still_load(
 def test_a_block_needs_shared_memory(monkeypatch, experts, kib, fits):
     properties = SimpleNamespace(shared_memory_per_block_optin=kib << 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    config = epmoe.EPConfig(
-        model={"num_experts": experts, "num_experts_per_tok": 2, "hidden_size": 256},
-        topology={"ep_size": 8},
-    )
+    config = alone(experts, hidden=256, dtype="bfloat16", topology={"ep_size": 8})
     said = rf"a block at most {kib} KiB .* {experts} physical experts over 8 ranks"
     with nullcontext() if fits else pytest.raises(ValueError, match=said):
         check_shared_memory(config, torch.device("cuda", 0))

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import generator, randn
+from interrupted_steps import of_all
 from torch import Tensor
 
 from epmoe import Balancer, EPStateError, ExpertParallel, MoELayer, Placement, balance, route
@@ -97,8 +98,7 @@ def test_tokens_stay_those_of_one_process_while_experts_move(ep, size, rank):
         balancer.tick()
         tokens = (got + step + rank) % VOCABULARY  # no fixed point
     balancer.finish()
-    rows = [None] * size
-    dist.all_gather_object(rows, own_rows)
+    rows = of_all(own_rows)
     dist.all_reduce(model.load)
     where = torch.tensor(Placement.build(E, size).owners)
     stay = torch.zeros(size).index_add_(0, where, model.load[STEPS // 4 :].sum((0, 1)))
@@ -135,8 +135,7 @@ def test_a_plan_that_one_rank_refuses_is_dropped_on_all(ep, size, rank):
         tokens = (got + step + rank) % VOCABULARY
     balancer.finish()
     if size > 1:
-        history = [None] * size
-        dist.all_gather_object(history, [step.moves for step in balancer.history])
+        history = of_all([step.moves for step in balancer.history])
         assert sum(history[0]) and history == [history[0]] * size
         assert ep.health().refused_plans == 1 and not fails
     balancer.close()

@@ -389,9 +389,7 @@ def test_the_state_dict_of_another_rank_is_refused(ep_over, rank, size):
     """
     ep = ep_over(size, placement={"num_redundant_experts": -E % size})
     layer = MoELayer.from_full(ep, **full())
-    of_ranks = [None] * size
-    dist.all_gather_object(of_ranks, layer.state_dict())
-    for source, state in enumerate(of_ranks):
+    for source, state in enumerate(of_all(layer.state_dict())):
         if source == rank:
             layer.load_state_dict(state)
             continue

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from exchanges import make_config
 from helpers import randn, slow
+from interrupted_steps import of_all
 from torch import Tensor, nn
 
 from epmoe import (
@@ -464,8 +465,7 @@ def model_of(bench: Bench, ep: ExpertParallel, seed: int) -> nn.Module:
 
 def test_a_state_dict_belongs_to_its_rank(bench):
     held = bench.layer().state_dict()
-    all_held = [None] * bench.size
-    dist.all_gather_object(all_held, {key: value.cpu() for key, value in held.items()})
+    all_held = of_all({key: value.cpu() for key, value in held.items()})
     with pytest.raises(ValueError, match="other ranks load what `full_state_dict`"):
         bench.layer().load_state_dict(all_held[(bench.rank + 1) % bench.size])
     bench.layer().load_state_dict(all_held[bench.rank])

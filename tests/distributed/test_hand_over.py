@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from exchanges import make_config
 from helpers import randn, refuse_another_thread
+from interrupted_steps import of_all
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
@@ -276,8 +277,7 @@ def test_ranks_that_give_rounds_up_flip_with_the_others(rank, size, folder):
             receiver.tick()
             versions.append(receiver.version)
         receiver.close()
-        seen = [None] * size
-        dist.all_gather_object(seen, versions)
+        seen = of_all(versions)
     assert seen == [versions] * size and versions[-1] > 5
 
 
@@ -360,8 +360,7 @@ def test_a_load_that_one_rank_leaves_calls_a_flip_off_for_all(rank, size, folder
             versions.append(receiver.version)
             time.sleep(0.001)
         receiver.close()
-        seen = [None] * size
-        dist.all_gather_object(seen, versions)
+        seen = of_all(versions)
     assert seen == [versions] * size and versions[-1] == 2
 
 

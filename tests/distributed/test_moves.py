@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from exchanges import make_config
 from helpers import ON_GPUS, ON_THE_CPU, assert_close, generator, randn, slow
+from interrupted_steps import of_all
 from slot_tables import Slots, draw_slots
 from torch import Tensor
 from waits import SOON_S
@@ -105,9 +106,7 @@ def play(ep: ExpertParallel, slots: Slots, seed: int, layer: int, T: int) -> Ten
 
 def assert_alike(size: int, value: object) -> None:
     """All ranks have the same value."""
-    values = [None] * size
-    dist.all_gather_object(values, value)
-    assert values == [value] * size
+    assert of_all(value) == [value] * size
 
 
 @pytest.mark.parametrize("few", [True, False])
@@ -589,8 +588,7 @@ def test_a_poll_on_another_thread_and_stream_waits_for_the_rounds(make, size, ra
         # What memory has before the round has ended. Where it has ended too early, once more.
         seen = fetch(table)
         said = fetch(words)[rank, Word.VERSION]
-        early = [True] * size
-        dist.all_gather_object(early, rounds.query())
+        early = of_all(rounds.query())
         if not any(early):
             break
     assert not any(early), "the rounds have ended too early for this test"

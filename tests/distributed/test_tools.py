@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from exchanges import make_config
+from interrupted_steps import of_all
 from tool_models import (
     EXPERTS,
     D,
@@ -794,9 +795,7 @@ def test_each_cell_is_right_or_raises_before_a_weight_changes(ep, folder, name, 
             raise
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
-        problems: list[str | None] = [None] * ep.size
-        dist.all_gather_object(problems, problem)
-        found = [each for each in problems if each is not None]
+        found = [each for each in of_all(problem) if each is not None]
         words = re.match(r'raises "(.+?)"', said)
         if words:
             assert found and all(words[1] in each for each in found), found

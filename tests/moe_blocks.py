@@ -117,6 +117,7 @@ def block_of(config: Any) -> nn.Module:
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     text = inspect.getsource(module)
     lines = text.splitlines()
+    # Classes of the modelling file that have experts.
     found = {
         node.name: getattr(module, node.name)
         for node in ast.parse(
@@ -128,6 +129,7 @@ def block_of(config: Any) -> nn.Module:
             "\n".join(lines[node.lineno : node.end_lineno]),
         )
     }
+    # Of several, the one that the config names.
     if len(found) > 1:
         prefix = (
             type(config)
@@ -136,6 +138,7 @@ def block_of(config: Any) -> nn.Module:
         )
         found = {name: made for name, made in found.items() if name.startswith(prefix)}
     (made,) = found.values()
+    # Random parameters and buffers.
     config._experts_implementation = "eager"
     layer = {"layer_idx": 0} if "layer_idx" in inspect.signature(made).parameters else {}
     block: nn.Module = made(config, **layer).float()
@@ -194,12 +197,14 @@ def as_saved(block: nn.Module, model_type: str) -> dict[str, Tensor]:
     """The block's tensors by the names that a checkpoint has, which transformers turns into those
     of its modules.
     """
+    # How transformers renames, and below which name the block stands.
     rules = get_checkpoint_conversion_mapping(_CONVERSIONS.get(model_type, model_type)) or []
     targets = " ".join(rule.target_patterns[0] for rule in rules)
     place = next(
         (place for place in ("feed_forward.", "block_sparse_moe.") if place in targets), "mlp."
     )
     saved = {BLOCK + place + name: tensor for name, tensor in block.state_dict().items()}
+    # Each rule backwards, on the tensors that it would make.
     for rule in reversed(rules):
         theirs = rule.source_patterns
         ours = rule.target_patterns[0]
@@ -210,9 +215,11 @@ def as_saved(block: nn.Module, model_type: str) -> dict[str, Tensor]:
             if not plain.startswith(".") and where and name[where - 1] != ".":
                 continue
             tensor = saved.pop(name)
+            # One tensor under another name,
             if len(theirs) == 1 and "*" not in theirs[0]:
                 saved[name.replace(plain, theirs[0].replace("\\", ""))] = tensor
                 continue
+            # parts of it, or a tensor for each expert.
             for source, part in zip(theirs, tensor.chunk(len(theirs), 1), strict=True):
                 if "*" not in source:
                     saved[name.replace(plain, source.replace("\\", ""))] = part

@@ -245,14 +245,17 @@ def test_casts_and_moves_keep_adapters_or_lose_them(ep, device):
     (a, b), down = adapter_models.adapter_of(FACTORS, E, ALL, 1.0)
     x, numbers = tokens(ep.device)
     layer = layer_of(ep)
+    # A cast to the same dtype changes nothing, and one to fp16 rounds.
     y = layer(x, adapter_ids=numbers)
     assert torch.equal(layer.to(device).float()(x, adapter_ids=numbers), y)
     half = copy.deepcopy(layer).half()
     error = (half(x.half(), adapter_ids=numbers).float() - y).abs().max() / y.abs().max()
     assert 0 < error < 1e-2 and not half.adapters.lost
+    # Values that fp16 does not hold.
     with pytest.raises(ValueError, match="`gate_up` has values that are not finite in float16"):
         half.adapters.put_local(0, LoRA((a, b + 7e4), down))
     layer.adapters.put_local(0, LoRA((a, b + 7e4), down))
+    # Memory without values: kept where it is the same, lost from `meta`.
     with poisoned_memory():
         kept = copy.deepcopy(layer).to_empty(device=device)
         from_meta = copy.deepcopy(layer).to("meta").to_empty(device=device)
@@ -260,6 +263,7 @@ def test_casts_and_moves_keep_adapters_or_lose_them(ep, device):
         torch.equal(*pair)
         for pair in zip(kept.adapters.buffers(), layer.adapters.buffers(), strict=True)
     )
+    # Lost ones serve nothing until each was loaded or cleared.
     for lost in (copy.deepcopy(layer).half(), from_meta):
         assert not any(buffer.any() for buffer in lost.adapters.buffers())
         with pytest.raises(
@@ -577,6 +581,7 @@ def test_files_that_are_refused(tmp_path):
 def test_a_layer_of_either_mode_takes_adapters_in_either(ep, made, written):
     """And still does when it was cast, copied, or has lost its adapters."""
     adapter = adapter_models.adapter_of(FACTORS, E, ALL, 2.0)
+    # A layer, one that was cast, and a copy that has lost its adapters.
     with torch.inference_mode(made):
         layer = layer_of(ep)
         cast = layer_of(ep).double().float()

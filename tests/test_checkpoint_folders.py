@@ -108,6 +108,7 @@ def test_a_death_at_any_write_leaves_the_old_or_the_new_checkpoint(tmp_path, bef
     folder.symlink_to(tmp_path / "saved")
     layer = make_layer()
     checkpoint.save(fill(layer, 1.0), tmp_path / "other")  # imports what a save needs
+    # What the folder has before.
     if before == "ours":
         (tmp_path / "other").rename(tmp_path / "saved")
     elif before == "torch's":
@@ -115,6 +116,7 @@ def test_a_death_at_any_write_leaves_the_old_or_the_new_checkpoint(tmp_path, bef
     else:
         (tmp_path / "saved").mkdir()
     found = []
+    # A save dies at its first change, its second one, and so on to its end.
     for number in itertools.count(1):
         ended = not died(fork_and_die(lambda: checkpoint.save(fill(layer, 2.0), folder), number))
         if before == "nothing" and not (folder / ".metadata").exists():
@@ -125,6 +127,7 @@ def test_a_death_at_any_write_leaves_the_old_or_the_new_checkpoint(tmp_path, bef
             found.append(loaded(layer, folder))
         if ended:
             break
+    # From some change on it is the new one.
     assert set(found) == {1.0, 2.0} and found == sorted(found) and len(found) > 10
     assert [file.name.partition("-")[0] for file in sorted(folder.iterdir())] == [
         ".metadata",
@@ -148,6 +151,7 @@ def test_a_rank_that_dies_at_any_write_leaves_the_old_or_the_new_checkpoint(tmp_
     checkpoint.save(fill(layer, 1.0), tmp_path / "saved")
     for first in itertools.count(1, 4):
         pairs = []
+        # Four pairs save, and one rank of each dies at its change of a number.
         for number in range(first, first + 4):
             folder = tmp_path / f"saved-{number}"
             store = tmp_path / f"store-{number}"
@@ -156,6 +160,7 @@ def test_a_rank_that_dies_at_any_write_leaves_the_old_or_the_new_checkpoint(tmp_
             numbers = [number * (rank == victim) for rank in range(2)]
             ranks = [fork_and_die(partial(save, rank), numbers[rank]) for rank in range(2)]
             pairs.append((folder, ranks))
+        # Each folder has the old checkpoint or the new one.
         for folder, ranks in pairs:
             ended |= not [died(rank) for rank in ranks][victim]
             found.append(loaded(layer, folder))

@@ -244,6 +244,7 @@ def test_failures_come_out_of_the_graph(device, backend):
         bias = torch.zeros(E, device=device)
         step = compiled(epmoe.MoELayer(ep, router, experts, bias=bias), backend)
         x = randn(2, D).to(device)
+        # A call that is right, three that fail, and the first one again.
         y = step(x)
         with pytest.raises(
             ValueError, match="x` has 41 tokens, but capacity.max_num_tokens_per_rank is 40"

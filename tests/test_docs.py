@@ -244,6 +244,7 @@ def test_the_bytes_of_the_page_on_choosing_are_those_of_the_plan(
             plan = MemoryPlan.build(EPConfig.load(ROOT / "configs" / "h200x8_deepseek_v3.yaml"))
         return round(plan.total_bytes / 2**20, 1)
 
+    # By M,
     page = text_of(DOCS / "choosing.md")
     tokens = "CAPACITY__MAX_NUM_TOKENS_PER_RANK"
     header, row = (
@@ -253,12 +254,15 @@ def test_the_bytes_of_the_page_on_choosing_are_those_of_the_plan(
     assert [mib(**{tokens: M.strip()}) for M in header.split("|")] == [
         float(figure) for figure in row.split("|")
     ]
+    # by `max_expert_rows`,
     for rows, figure in re.findall(r"^\| (\d+,\d+) \| .* \| ([\d.]+) \|$", page, re.MULTILINE):
         assert mib(CAPACITY__MAX_EXPERT_ROWS=rows.replace(",", "")) == float(figure)
+    # by alignment,
     for M in (1024, 128):
         row = re.findall(rf"^\| MiB a rank, M = {M} \|([\d.| ]+)\|$", page, re.MULTILINE)[0]
         expected = [mib(**{tokens: M}, CAPACITY__ALIGNMENT=rows) for rows in (1, 8, 16, 64, 128)]
         assert expected == [float(figure) for figure in row.split("|")]
+    # and with fp8.
     fp8 = {"EXCHANGE__PAYLOAD": "fp8"}
     for name, figure in re.findall(r"^\| (fp8 \w+(?: ways)?) \| ([\d.]+) \|$", page, re.MULTILINE):
         assert mib(

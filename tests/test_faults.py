@@ -92,12 +92,14 @@ class Group:
         victim = seed % self.size
         name = self.names[victim]
         others = [other for other in self.names if other != name]
+        # All play, and one fails.
         self.host.play(self.names)
         self.host.start(others, kind.others, victim, seed)
         self.host.start([name], kind.victim, victim, seed)
         if kind.signal:
             time.sleep(random.Random(seed).uniform(0, 0.05))  # at any moment of a round
             self.host.signal(name, kind.signal)
+        # What the others saw, and how soon.
         seen = self.host.answers(others)
         expected = {True: [[victim]], False: [None]}.get(kind.named)
         within_s = self.deadline_s / 2 if kind.at_once else self.deadline_s + NAMED_S
@@ -109,15 +111,18 @@ class Group:
     def _go_on(self, kind: Kind, victim: int, others: list[int]) -> None:
         """The group plays without the victim while it is away, then with it or its successor."""
         name = self.names[victim]
+        # Without the victim,
         if kind.signal:
             self.host.form(others)
             self.host.succeed(others, resume)
             self.host.play(others)
+        # a stopped rank goes on and learns what the others have found,
         if kind.signal == signal.SIGSTOP:
             self.host.signal(name, signal.SIGCONT)
             (seen,) = self.host.answers([name])
             assert victim in seen.missing, f"the stopped rank misses {seen.missing}"
         if kind.signal == signal.SIGKILL:
+            # a new process takes the place of a dead one,
             self.names[victim] = name + self.size  # on the same GPU
             self.host.spawn(self.names[victim])
             self.host.form(self.names)
@@ -125,6 +130,7 @@ class Group:
             self.host.start(others, resume, self.full)
             self.host.answers(self.names)
         elif kind.named is not False:
+            # or all resume.
             self.host.form(self.names)
             self.host.succeed(self.names, resume, self.full)
         self.host.play(self.names)

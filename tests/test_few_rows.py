@@ -86,6 +86,7 @@ class Rows:
     ) -> None:
         dtype = FP8 if weights == FP8 else BF16
         self.alignment = alignment
+        # Where segments begin, and which rows are real.
         starts, offsets, tokens = segments(counts, alignment)
         self.offsets = offsets.to(device)
         self.tokens = tokens.to(device)
@@ -94,6 +95,7 @@ class Rows:
         ).to(device)
         self.expert = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
         N = int(self.offsets[-1]) + 64
+        # Real rows in the dtype of the weights, between rows of NaN.
         self.plain = randn(len(self.real), width, seed=seed, dtype=BF16).to(device)
         self.rows = poison_(torch.empty(N, width, dtype=dtype, device=device))
         self.scales = None
@@ -122,6 +124,7 @@ class Rows:
 
     def wanted(self, experts: epmoe.GroupedExperts) -> Tensor:
         """What experts in fp64 compute of the real rows, on the CPU."""
+        # Rows and weights as values in fp64.
         rows = self.rows[self.real]
         plain = dict(experts.named_parameters())
         if experts.is_fp8:
@@ -132,6 +135,7 @@ class Rows:
                 scales = getattr(experts, f"{name}_scales").data
                 plain.pop(f"{name}_scales")
                 plain[f"w_{name}"] = dequantize_weights(weights, scales, torch.float64)
+        # Experts of these.
         options = {name: getattr(experts, name) for name in GPT_OSS}
         wide = epmoe.GroupedExperts(
             **{name: tensor.double().cpu() for name, tensor in plain.items()} | options
@@ -252,6 +256,7 @@ def test_a_row_depends_on_no_other_row(device, dtype, rows_per_expert, options):
     experts = built(dtype, device, **options)
     rows = Rows(COUNTS, dtype, device)
     whole = rows.outputs(experts, rows_per_expert)
+    # The first two rows of each expert alone have the same bits.
     few = Rows([min(n, 2) for n in COUNTS], dtype, device)
     keep = torch.cat(
         [torch.arange(len(rows.expert))[rows.expert == i][:2] for i in range(len(COUNTS))]
@@ -260,6 +265,7 @@ def test_a_row_depends_on_no_other_row(device, dtype, rows_per_expert, options):
     if dtype == FP8:
         few.scales[few.real] = rows.scales[rows.real[keep]]
     assert torch.equal(few.outputs(experts, rows_per_expert), whole[keep])
+    # Rows of NaN and Inf change no other.
     bad = torch.tensor([0, 3, 20, 60])
     rows.rows[rows.real[bad], 7] = torch.tensor(float("nan"), device=device).to(rows.rows.dtype)
     if dtype != FP8:

@@ -144,12 +144,14 @@ def test_jitter_in_training_is_that_of_transformers(model_type, tmp_path):
     hf = tiny(model_type, router_jitter_noise=0.3)
     other = tiny("qwen3_moe", router_jitter_noise=0.3)  # whose code has no jitter
     assert EPConfig.from_hf(other, ep_size=1).routing.jitter_noise == 0
+    # In `eval()` there is none.
     block = block_of(hf)
     x = randn(T, D, seed=99)
     with epmoe.ExpertParallel(EPConfig.from_hf(hf, ep_size=1), device="cpu") as ep:
         name = save(block, model_type, tmp_path)
         layer = epmoe.MoELayer.from_safetensors(ep, epmoe.SafetensorsFolder(tmp_path), name)
         assert_equals(layer.eval()(x), outputs(block, x))
+        # In training three ways draw the same noise from one seed.
         block.train(), layer.train()
         with torch.inference_mode(False), torch.enable_grad():
             results = []
@@ -235,6 +237,7 @@ def test_parts_are_those_of_transformers():
             keys = made().to_dict()
         except Exception:  # noqa: BLE001, S112  # needs arguments, or a file of timm
             continue
+        # The config of the whole has what the part alone gives, whatever it calls itself.
         for name in keys.keys() & set(PART_KEYS):
             part = keys[name]
             if part.get("model_type") in MODEL_TYPES:

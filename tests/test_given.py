@@ -125,6 +125,7 @@ def test_a_checkpoint_takes_them_again_after_the_context(ep, rollout, prepare):
         run(model).square().mean().backward()
         return gradients(model)
 
+    # Gradients with checkpoints are those without.
     plain = model_of(ep)
     again = model_of(ep)
     plain.train()
@@ -143,6 +144,7 @@ def test_a_checkpoint_takes_them_again_after_the_context(ep, rollout, prepare):
 def test_ids_alone_have_the_weights_of_the_own_router(ep, rollout, prepare):
     record, _ = rollout
     ids = {name: routes[0].ids for name, routes in record.items()}
+    # One model replays ids; the other one gets them by each call.
     model = model_of(ep)
     patched = model_of(ep)
     prepare(model)
@@ -153,6 +155,7 @@ def test_ids_alone_have_the_weights_of_the_own_router(ep, rollout, prepare):
         layer.forward = partial(layer.forward, routing=(ids[name], None))
     want = run(patched.train())
     assert torch.equal(y, want)
+    # Routers get the same gradients.
     for loss in (y, want):
         loss.square().mean().backward()
     for name in NAMES:
@@ -166,16 +169,19 @@ def test_ids_alone_that_are_no_experts_of_a_token(ep, rollout, dtype):
     records.
     """
     record, _ = rollout
+    # What the routers would choose.
     model = model_of(ep)
     with torch.no_grad(), recording(model) as own:
         run(model)
     own_choice = own[NAMES[0]][0].ids[:3]
+    # Other ids, but for three tokens of each layer with an id twice, −1 or E.
     other = {name: (routes[0].ids + 1) % E for name, routes in record.items()}
     for name in NAMES:
         other[name][0, 1] = other[name][0, 0]
         other[name][1, 0] = -1
         other[name][2, 0] = E
     given = {name: ids.to(dtype) for name, ids in other.items()}
+    # In the first layer these three take its own choice, and all others the given ids.
     for grad_mode in (torch.no_grad, torch.enable_grad):
         with grad_mode(), replay(model, given), recording(model) as again:
             run(model)
@@ -193,6 +199,7 @@ def test_a_checkpoint_that_does_not_say_its_call(ep, rollout, inside):
     checkpointed(False)(model)
     if inside == "two calls":
         record = {name: 2 * routes for name, routes in record.items()}
+    # Calls whose recomputation does not know which one it is.
     with replay(model, record):
         with save_on_cpu() if inside == "offloaded" else nullcontext():
             loss = run(model).sum()
@@ -227,6 +234,7 @@ def test_a_checkpoint_whose_x_is_no_argument(ep, how, needs_grad):
         "closure": lambda: checkpoint(lambda: layer(x), use_reentrant=False),
         "keyword": lambda: checkpoint(lambda x: layer(x), use_reentrant=False, x=x),
     }
+    # x must be an argument of the checkpoint, or the backward pass raises.
     want = gradients_of(lambda: layer(x))
     if how != "argument":
         with pytest.raises(epmoe.EPStateError, match="computes a layer's call again"):
@@ -312,12 +320,14 @@ def test_generate(ep):
     def generate(tokens: Tensor) -> Tensor:
         return model.generate(tokens, max_new_tokens=6, do_sample=False, eos_token_id=None)
 
+    # Without adapters, with the same one, and mixed, which is recorded.
     plain = generate(tokens)
     with adapters_of(model, torch.tensor([1, 1])):
         both = generate(tokens)
     with adapters_of(model, torch.tensor([1, -1])), recording(model) as record:
         mixed = generate(tokens)
     assert torch.equal(mixed, torch.stack([both[0], plain[1]])) and not torch.equal(both, plain)
+    # The record replays the same tokens, and has as many calls as they took.
     with adapters_of(model, torch.tensor([1, -1])), replay(model, record):
         assert torch.equal(generate(tokens), mixed)
     with replay(model, record):
@@ -334,6 +344,7 @@ def test_each_thread_has_its_own(ep):
     model = adapted(ep)
     turn = threading.Barrier(2)
     results = {}
+    # What each adapter gives.
     want = {number: None for number in (-1, 1)}
     for number in want:
         with adapters_of(model, torch.tensor([number, number])):
@@ -348,12 +359,14 @@ def test_each_thread_has_its_own(ep):
                 with one_at_a_time:
                     results.setdefault(number, []).append(run(model))
 
+    # Two threads take turns within their contexts.
     threads = [threading.Thread(target=serve, args=(number,)) for number in want]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert all(torch.equal(y, want[number]) for number in want for y in results[number])
+    # An exception leaves its context, too.
     with pytest.raises(ZeroDivisionError), adapters_of(model, torch.tensor([1, 1])):
         raise ZeroDivisionError
     assert torch.equal(run(model), want[-1])

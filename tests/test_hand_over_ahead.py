@@ -128,15 +128,18 @@ def test_no_older_version_takes_the_place_of_a_failure():
     target = 0
     others = 2 + 2
     ours = 2 + 1
+    # Version 1 is to come, which this rank has still to stage, and rank 2 could not take it.
     words[target] = 1
     receiver.tick()
     words[others] = -2 - 1
+    # So version 2 is to come, which this rank cannot take.
     words[target] = 2
     receiver.tick()
     goes_on.set()
     staged = receiver._worker.submit(lambda: None)
     while not staged.done:
         time.sleep(0.001)
+    # Rank 2 has it. What this rank says is its failure, not version 1.
     words[others] = 2
     receiver.tick()
     receiver.close()

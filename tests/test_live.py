@@ -93,6 +93,7 @@ def test_calls_of_another_thread_during_a_round_are_refused(ep, monkeypatch):
             and ep.live.moves is None
         )
 
+    # Another thread calls everything in the middle of a dispatch: nothing changes.
     in_the_middle_of_a_dispatch(ep, monkeypatch, lambda: on_another_thread(all_refused))
     assert torch.equal(table, before)
     ep.poll()
@@ -107,12 +108,15 @@ def test_a_poll_between_the_calls_of_a_round_changes_no_table(ep, monkeypatch):
     table_of_a_share = before.flip(-1)
     monkeypatch.setattr(experts, "tables", lambda *_: table_of_a_share)
     for calls in (1, 2):
+        # The round is open behind one call of dispatch or two.
         sent = ep.dispatch_send(X, IDS, WEIGHTS, tag=1)
         d = ep.dispatch_recv(sent) if calls > 1 else None
+        # A poll does not take the table up,
         ep.share(torch.rand(L, E))
         wait_for(ep.live.sharing)
         on_another_thread(ep.poll)
         assert torch.equal(table, before)
+        # but does behind the round.
         ep.abort(d or sent)
         on_another_thread(ep.poll)
         assert torch.equal(table, table_of_a_share)
@@ -149,6 +153,7 @@ def test_a_signal_handler_in_a_step_changes_nothing(ep, monkeypatch):
         seen.append(moves.version)
         return words()
 
+    # The handler runs within a poll. Then the moves end as usual.
     with monkeypatch.context() as patch:
         patch.setattr(ep.live.mail, "words", interrupted)
         ep.poll()
@@ -185,6 +190,7 @@ def test_a_forked_child_writes_nothing_into_windows(ep):
                     refused += 1
         assert refused >= 12  # `step` does nothing after `close`
 
+    # The windows are as before, and the parent goes on.
     assert is_right_in_a_fork(call_all)
     assert torch.equal(ep.exchange.window.local, before)
     ep.apply()
@@ -243,6 +249,7 @@ def test_a_word_is_never_seen_in_part(ep):
             for value in (0, -1) * 500:
                 mail.post(Word.VERSION, value, [0])
 
+    # The child writes two words in turn, and this process reads all the time.
     writer = fork(write)
     word = ctypes.c_int64.from_address(place)
     seen = set()

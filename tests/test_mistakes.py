@@ -738,12 +738,14 @@ def test_a_wrong_call_in_a_round(groups, device, call, wrong, error, says):
         pytest.skip("GPUs skip rows that are missing")
     ep = groups(kind, device)
     given = {key: on(device, value) for key, value in SENT[kind].items()}
+    # Bring the round to the call.
     handle = ep.dispatch_send(**given, layout=layout)
     if name != "dispatch_recv":
         handle = ep.dispatch_recv(handle)
         rows = (handle.recv.x if layout == "rank" else handle.rows).to(handle.dtype)
     if name == "combine_recv":
         ep.combine_send(rows, handle)
+    # Twice the wrong call, which leaves it open.
     with torch.enable_grad():
         arguments = wrong(handle)
     for _ in range(2):
@@ -751,6 +753,7 @@ def test_a_wrong_call_in_a_round(groups, device, call, wrong, error, says):
             getattr(ep, name)(*arguments)
         with pytest.raises(epmoe.EPStateError, match="round .* is still open"):
             ep.dispatch(**given)
+    # The right calls end it.
     if name == "dispatch_recv":
         handle = ep.dispatch_recv(handle)
         rows = handle.rows
@@ -791,6 +794,7 @@ def test_a_field_of_the_other_layout(groups, kind, layout, absent):
     ep = groups(kind, CPU)
     d = ep.dispatch(**SENT[kind], layout=layout)
     has, lacks = (d, d.recv) if layout == "expert" else (d.recv, d)
+    # Fields of the other layout raise by name,
     for name in absent:
         owner = name if "." in name else f"dispatched.{name}"
         with pytest.raises(
@@ -799,6 +803,7 @@ def test_a_field_of_the_other_layout(groups, kind, layout, absent):
             getattr(lacks, name.rpartition(".")[2])
     with pytest.raises(AttributeError, match="^row$"):
         _ = d.row
+    # and those of this one are there.
     assert all(
         hasattr(has, name)
         for name in ("rows", "expert_offsets", "tokens_per_expert")

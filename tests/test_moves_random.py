@@ -119,6 +119,7 @@ def another_thread(state, draw: random.Random, permitted: str = BUSY) -> Iterato
     ep = state.ep
     stop = threading.Event()
     loads = torch.rand(L, E, generator=generator(draw.randrange(1000)))
+    # What it may call, or nothing in a fifth of the runs.
     calls = [
         ep.poll,
         ep.check,
@@ -174,6 +175,7 @@ def fork(state) -> None:
             except BaseException:
                 pass
         os._exit(0)
+    # It may wait for a lock for ever, and is killed then.
     deadline = time.monotonic() + 5
     while os.waitpid(child, os.WNOHANG) == (0, 0):
         if time.monotonic() > deadline:  # it waits for a lock that another thread had
@@ -187,6 +189,7 @@ def play(state, number: int, kind: str, giver: int) -> None:
     layer = number % L
     T = M if kind == "many" else 2
     draw = generator(100 * number + ep.rank)
+    # Ids of any experts, or all of the first two.
     ids = (
         torch.rand(T, E, generator=draw).argsort(1)[:, :2]
         if kind != "many"
@@ -196,14 +199,17 @@ def play(state, number: int, kind: str, giver: int) -> None:
     share = torch.full((T, 2), 0.5)
     extra = extra_of(number, ep.rank, T)
     d = again(lambda: ep.dispatch(x, ids.contiguous(), share, tag=layer + 1, extra=extra))
+    # One rank gives the round up.
     if kind == "aborted" and ep.rank == giver % ep.size:
         ep.abort()
         return
+    # Rows that arrive are those whose number they carry.
     if kind == "whole" and extra is not None:
         for row, said in zip(
             d.rows, d.extra[: int(d.expert_offsets[-1])].view(-1).tolist(), strict=False
         ):
             assert torch.equal(row, randn(T, D, seed=number + 7 * (said // M))[said % M])
+    # The sums are right, unless rows had no room or a rank gave up.
     try:
         y = ep.combine(state.slots.run(d, layer), d)
     except REPORTS:
@@ -306,9 +312,11 @@ def resize(state, folder: Path, seed: int, size: int) -> int | None:
         "balancer": common.choice([None, state.balancer]),
         "wait_s": 20.0,
     }
+    # Moves begin, and have come somewhere.
     ep.replace(target, slot_weights)
     for _ in range(draw.randrange(20)):
         interrupted(state, draw, ep.poll)
+    # The group changes in their middle.
     stays = ep.rank < size
     with another_thread(state, draw, CLOSED) if stays else nullcontext():
         assert (

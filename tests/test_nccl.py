@@ -151,9 +151,11 @@ def test_an_abort_waits_for_transfers_and_not_for_graphs(monkeypatch):
         rail._counts[1] = 5
         gone.wait(SOON_S)
 
+    # Five transfers have begun and four have ended.
     rail = rail_with(SimpleNamespace(abort=abort))
     rail._counts[:2] = 5, 4
     rail.abort()
+    # The abort is over, and that of NCCL goes on behind it.
     assert rail._told.done == 1 and rail._ending.is_alive()
     gone.set()
     rail._ending.join(SOON_S)
@@ -207,6 +209,7 @@ def test_groups_that_two_threads_make_at_once_have_none(monkeypatch):
     def make_second() -> None:
         found.append(nccl.nccl_group("second", 1, 2))
 
+    # The second thread comes while the first one makes its group.
     second = Thread(target=make_second)
     monkeypatch.setattr(nccl, "dist", Mock(**{"ProcessGroupNCCL.side_effect": make}))
     found.append(nccl.nccl_group("first", 0, 2))
@@ -248,17 +251,20 @@ def network_of(code: int, noticed: int) -> tuple[NetworkOnGPUs, list[object]]:
     def end_waits() -> None:
         told.append("left")
 
+    # What it asks and tells: its node, its rail,
     status = SimpleNamespace(code=code)
     network.node = SimpleNamespace(
         look=lambda: None, status=status, failed=False, check=check, end_waits=end_waits
     )
     network.rail = SimpleNamespace(missing=lambda found: found, abort=lambda: told.append("cut"))
+    # its place among the ranks,
     network.memory = SimpleNamespace(
         ranks_per_node=2, others=[1], of_rail=lambda node: 2 * node + 1
     )
     network.rounds = SimpleNamespace(state=CLOSED, count=3)
     network.global_ranks = [0, 1, 2, 3]
     network.rank = 1
+    # and what was found.
     network._noticed = c_int64(noticed)
     network.recording = RLock()
     network.failure = None
@@ -297,6 +303,7 @@ def test_a_failure_on_a_gpu_that_copies_nothing():
         raise RuntimeError("operation not permitted when stream is capturing")
 
     network, _ = network_of(code=0, noticed=-1)
+    # Neither words of others nor the report to them can be had.
     network._peek = SimpleNamespace(read=fails)
     network._peeked = []
     network.views = {"rail.missed": torch.zeros(2)}
@@ -326,11 +333,13 @@ def test_calls_wait_for_a_failure_that_another_thread_records():
         recording.set()
         go_on.wait(SOON_S)
 
+    # One thread records the failure, and cannot end before the call below waits.
     network.rail = SimpleNamespace(missing=missing, abort=abort)
     thread = Thread(target=network.on_late)
     thread.start()
     recording.wait(SOON_S)
     Timer(0.05, go_on.set).start()
+    # The call raises what that thread has found.
     with pytest.raises(EPTimeoutError) as raised:
         network.check()
     assert raised.value.missing_ranks == [2] and told == [2]

@@ -92,6 +92,7 @@ def test_a_module_of_a_host_framework(device):
     module = Module()
     parameters = [randn(D).to(device), randn(D, seed=1).to(device)]
     forward = lambda _, parameters, x, ids, weights: x * parameters[0] + parameters[1]  # noqa: E731
+    # Layers of the same name have the same number.
     layers = [
         opaque.ModuleLayer(module, forward, name)
         for name in ("model.0", "model.1", "model.0", None)
@@ -105,6 +106,7 @@ def test_a_module_of_a_host_framework(device):
         distinct_ids(6, E, K).to(device),
         torch.full((6, K), 0.25, device=device),
     )
+    # Each runs compiled, until it is released.
     for layer in layers[1:]:
         torch.library.opcheck(torch.ops.epmoe.module.default, (*args, parameters, layer.layer_id))
         y = compiled(layer, "inductor")(*args, parameters)

@@ -59,6 +59,7 @@ def of_each(kind: str) -> dict[str, Tensor]:
     for x in range(E):
         for i, (name, (n, k)) in enumerate(PROJECTIONS.items()):
             seed = 10 * x + i
+            # Weights and scales of all formats,
             weight = randn(n, k, seed=seed).to(FP8)
             scale = 0.3 + 0.1 * seed
             packed = random_bytes(n, k // 2, seed=seed)
@@ -89,6 +90,7 @@ def of_each(kind: str) -> dict[str, Tensor]:
                     "scale": groups.view(torch.float8_e8m0fnu),
                 },
             }
+            # of which one is taken.
             made = suffixes[last if name == "down_proj" else first]
             tensors |= {f"{BLOCK}.experts.{x}.{name}.{suffix}": t for suffix, t in made.items()}
     return tensors
@@ -176,12 +178,14 @@ def test_gpt_oss_in_mxfp4_is_what_transformers_dequantizes(tmp_path, caplog, sha
     tensors[f"{BLOCK}.gate.weight"] = randn(E, hidden)
     save_file(tensors, tmp_path / "model.safetensors")
     folder = epmoe.SafetensorsFolder(tmp_path)
+    # Here they become bf16, with a warning.
     with caplog.at_level(logging.WARNING, "epmoe"):
         got = folder.experts(BLOCK, [3, 1])
     assert (
         "experts.gate_up_proj_blocks: GPUs of compute capability 9.0 have kernels for MXFP4"
         in caplog.text
     )
+    # In fp32 they are what transformers makes of them.
     wide = folder.experts(BLOCK, [3, 1], dtype=torch.float32)
     for part, n in {"gate_up": 2 * width, "down": hidden}.items():
         name = f"{BLOCK}.experts.{part}_proj"
@@ -198,6 +202,7 @@ def test_mxfp4_stays_as_it_is_where_gpus_have_kernels(tmp_path, caplog, monkeypa
     hidden = 160 if "96" in kind else D
     save_file(tensors | {f"{BLOCK}.gate.weight": randn(E, hidden)}, tmp_path / "model.safetensors")
     folder = epmoe.SafetensorsFolder(tmp_path)
+    # Asked for, and chosen where GPUs take it: the same bytes, without a warning.
     got = folder.experts(BLOCK, [3, 1], dtype=MXFP4)
     monkeypatch.setattr("epmoe.checkpoint.safetensors_folder.on_hopper", lambda device: True)
     with caplog.at_level(logging.WARNING, "epmoe"):
@@ -207,11 +212,13 @@ def test_mxfp4_stays_as_it_is_where_gpus_have_kernels(tmp_path, caplog, monkeypa
         torch.equal(chosen[name].view(torch.uint8), got[name].view(torch.uint8)) for name in got
     )
     assert (got["w_down"].dtype, got["down_scales"].dtype) == (MXFP4, torch.float8_e8m0fnu)
+    # Their values are those in fp32,
     wide = folder.experts(BLOCK, [3, 1], dtype=torch.float32)
     for part in ("gate_up", "down"):
         values = dequantize_weights(got[f"w_{part}"], got[f"{part}_scales"], torch.float32)
         assert torch.equal(values, wide[f"w_{part}"])
         assert f"{part}_bias" not in got or got[f"{part}_bias"].dtype == BF16
+    # and experts of both have the same outputs.
     rows = randn(6, hidden).to(BF16)
     offsets = torch.tensor([0, 4, 6], dtype=torch.int32)
     packed, bf16 = (

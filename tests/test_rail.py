@@ -194,6 +194,7 @@ def test_gpus_write_what_cpus_write(device, tokens, payload):
     x = randn(tokens, D, dtype=torch.bfloat16, seed=seed)
     ids = torch.randint(-3, E + 3, (tokens, K), generator=generator(seed), dtype=torch.int64)
     weights = randn(tokens, K, seed=seed + 1)
+    # Odd values among them.
     if tokens:
         x[0, 5] = torch.inf
         x[-1, 7] = torch.nan
@@ -203,6 +204,7 @@ def test_gpus_write_what_cpus_write(device, tokens, payload):
     if payload == "fp8 rows":
         x, scales = epmoe.quantize_fp8(x)
         payload = "fp8"
+    # Slabs with room for all and for half, and fewer real tokens.
     for slots in (max(tokens, 1), max(tokens // 2, 1)):
         for real in (
             tokens,
@@ -255,9 +257,12 @@ def test_sums_after_a_failure_are_zeros(words, device):
     rows = torch.ones(1, 8, device=device)
     void = rows.clone()
     count, shown, stop = words
+    # A void slab, as a node that has failed sends it.
     stop[1] = 1  # of the host, for which the mark would wait
     failed = torch.ones(1, dtype=torch.int32, device=device)
     ops.rail_mark(count, shown, failed, stop, False, void.view(torch.uint8).flatten(), 1)
+    # What came back, what was missed, latched and noticed before; what y, the latch and the word
+    # are then.
     cases = (
         (rows, 0, 0, 0, (2.0, 0, 0)),
         (rows, 5, 0, 0, (0.0, 1, -1)),
@@ -320,15 +325,18 @@ def test_a_node_that_has_failed_sends_no_more(words, device):
     latched = torch.zeros(1, dtype=torch.int32, device=device)
     slabs = torch.zeros(3, 32, dtype=torch.uint8, device=device)
     call = count, shown, latched, stop, False, slabs.flatten(), 3
+    # A mark of a node that works.
     ops.rail_mark(*call)
     torch.cuda.synchronize()
     assert shown.item() == 1 and stop.tolist() == [0, 0, 0] and slabs.eq(0).all()
+    # One that has failed waits for the host.
     latched.fill_(1)
     ops.rail_mark(*call)
     deadline = time.monotonic() + 5
     while not stop[0] and time.monotonic() < deadline:
         time.sleep(0.001)
     assert shown.item() == 1 and stop.tolist() == [1, 0, 0]
+    # The host has cut the rail: the slabs are void.
     stop[1] = 1
     torch.cuda.synchronize()
     assert shown.item() == 2

@@ -130,6 +130,7 @@ def test_files_of_other_ranks_need_not_be_there(tmp_path):
     """A folder with an index: one file for each expert, and only one is left."""
     weights = weights_of_experts()
     weight_map = {}
+    # A file for each tensor, of which those of expert 4 and the router are there.
     for name, tensor in of_each_expert(weights, BLOCK, ("w1", "w3", "w2")).items():
         expert = name.split(".")[5] if ".experts." in name else "router"
         file = f"{expert}-{len(weight_map)}.safetensors"
@@ -138,6 +139,7 @@ def test_files_of_other_ranks_need_not_be_there(tmp_path):
             save_file({name: tensor}, tmp_path / file)
     index = {"weight_map": weight_map}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    # Its tensors are known, and expert 4 can be read.
     folder = epmoe.SafetensorsFolder(tmp_path)
     assert folder.keys() == weight_map.keys()
     assert_same(folder.experts(BLOCK, [4]), weights, [4])
@@ -168,15 +170,18 @@ CONFUSED = {
 @pytest.mark.parametrize("confused", CONFUSED)
 def test_a_confused_folder_has_the_weights_that_transformers_loads(tmp_path, confused):
     config = AutoConfig.for_model("qwen3_moe", **TINY_MODEL)
+    # A folder of many files and one of one, of different weights.
     for seed, (name, size) in enumerate({"many": "50KB", "one": "1GB"}.items()):
         torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(config).save_pretrained(
             tmp_path / name, max_shard_size=size
         )
+    # Files of the second one come into the first one.
     CONFUSED[confused](tmp_path / "many", tmp_path / "one")
     folder = epmoe.SafetensorsFolder(tmp_path / "many")
     want = AutoModelForCausalLM.from_pretrained(tmp_path / "many", dtype=torch.float32).state_dict()
     assert "model.gone" not in folder
+    # Each tensor is the one that transformers takes.
     experts = folder.experts(BLOCK, range(config.num_experts))
     for name, tensor in want.items():
         if name.startswith(f"{BLOCK}.experts."):
@@ -240,6 +245,7 @@ def test_fp8_experts_of_another_width_get_zeros_up_to_whole_blocks(tmp_path):
     for x in range(E):
         for name, size in {"gate_proj": 192, "up_proj": 192, "down_proj": D}.items():
             tensors[f"{BLOCK}.experts.{x}.{name}.bias"] = randn(size, seed=x).bfloat16()
+    # As they are, and as fp32, which needs no blocks.
     folder = saved(tmp_path, tensors)
     padded, plain = (
         epmoe.GroupedExperts(**folder.experts(BLOCK, [3, 0], dtype=d))
@@ -251,6 +257,7 @@ def test_fp8_experts_of_another_width_get_zeros_up_to_whole_blocks(tmp_path):
         and padded.gate_up_scales.shape == (2, 4, 2)
     )
     assert padded.gate_up_bias.shape == (2, 512) and plain.w_down.shape == (2, D, 192)
+    # Without the zeros the values are those of fp32, and the zeros are zeros.
     for name in ("gate_up", "down"):
         wide = dequantize_weights(
             getattr(padded, f"w_{name}"), getattr(padded, f"{name}_scales"), torch.float32
@@ -539,11 +546,13 @@ def test_a_layer_of_gpt_oss():
         block = AutoModelForCausalLM.from_pretrained(path).get_submodule(BLOCK)
         folder = epmoe.SafetensorsFolder(path)
         config = epmoe.EPConfig.from_hf(path, ep_size=1, capacity={"max_num_tokens_per_rank": 8})
+        # One expert alone,
         experts = epmoe.GroupedExperts(**folder.experts(BLOCK, [7]), **config.experts.options)
         rows = randn(5, 96)
         ids = torch.full((5, 1), 7)
         want = block.experts(rows, ids, torch.ones(5, 1))
         assert_close(experts(rows, torch.tensor([0, 5], dtype=torch.int32)), want.double(), slack=4)
+        # the whole layer, whose router has a bias of the logits,
         with epmoe.ExpertParallel(config) as ep:
             layer = layer_as_configured(ep, folder, BLOCK)
             y = layer(rows)
@@ -551,6 +560,7 @@ def test_a_layer_of_gpt_oss():
             assert layer.logit_bias.any() and not torch.equal(
                 y, layer_without(layer, "logit_bias")(rows)
             )
+            # and a copy in bf16, whose router stays in fp32.
             twin = layer_as_configured(ep, folder, BLOCK).to(torch.bfloat16)
             assert twin.logit_bias.dtype == torch.float32, "a router keeps its precision"
             twin.load_state_dict(layer.state_dict())
@@ -593,6 +603,7 @@ def test_what_a_bias_of_the_gate_is_says_the_config(tmp_path, given):
     x = randn(9, D)
     plain = x @ folder[f"{BLOCK}.gate.weight"].T
     refusal = rf"`{BLOCK}.gate.bias` must be said to be .*`routing.logit_bias`.*selection_bias`$"
+    # The config says the one, the other, or neither, which is refused.
     for routing, biases in (
         ({"selection_bias": True}, ["bias"]),
         ({"logit_bias": True}, ["logit_bias"]),
@@ -606,12 +617,14 @@ def test_what_a_bias_of_the_gate_is_says_the_config(tmp_path, given):
                     epmoe.MoELayer.from_safetensors(ep, folder, BLOCK, **options)
                 continue
             layer = epmoe.MoELayer.from_safetensors(ep, folder, BLOCK, **options)
+            # The layer has the bias that the config says, and its logits have it or not.
             got = [name for name in ("bias", "logit_bias") if getattr(layer, name) is not None]
             assert got == biases
             assert_close(layer.logits(x), (plain + bias * ("bias" not in got)).double(), slack=4)
             epmoe.checkpoint.save_pretrained(
                 torch.nn.ModuleDict({"model": nested(layer)}), tmp_path / got[0], folder
             )
+        # It is saved under the name that it had.
         again = epmoe.SafetensorsFolder(tmp_path / got[0])
         assert {name: tensor.tolist() for name, tensor in again.items()} == {
             name: tensor.tolist() for name, tensor in folder.items()
@@ -667,10 +680,12 @@ def test_experts_of_step_are_read_from_three_tensors(tmp_path, read):
     weights = weights_of_experts()
     folder = saved(tmp_path, of_step(weights))
     assert read == []
+    # Of each tensor the experts of this rank alone are read.
     assert_same(folder.experts(BLOCK, [5, 0]), weights, [5, 0])
     names = ("gate_proj", "up_proj", "down_proj")
     assert sorted(read) == sorted(f"{STEP}.{name}.weight[{x}]" for x in (5, 0) for name in names)
     assert torch.equal(folder.router(BLOCK)["bias"], folder[f"{STEP}.router_bias"])
+    # A layer of them is saved under the same names.
     config = alone(E, hidden=D, routing={"selection_bias": True})
     with epmoe.ExpertParallel(config, device="cpu") as ep:
         layer = epmoe.MoELayer.from_safetensors(ep, folder, BLOCK)
@@ -680,6 +695,7 @@ def test_experts_of_step_are_read_from_three_tensors(tmp_path, read):
     assert again.keys() == folder.keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in folder.items())
 
+    # The same in fp8, with scales of blocks.
     quantized = dict(folder)
     for name in (f"{STEP}.{name}.weight" for name in names):
         n, k = (-(-size // 128) for size in folder[name].shape[1:])
@@ -702,11 +718,13 @@ def test_tensors_of_a_shared_expert_are_not_those_of_experts(tmp_path):
 
 
 def test_what_a_checkpoint_lacks_is_named(tmp_path):
+    # No files, and one that is no file of safetensors.
     with pytest.raises(ValueError, match=r"has no weights \(\*.safetensors\)"):
         epmoe.SafetensorsFolder(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no header")
     with pytest.raises(ValueError, match=r"model.safetensors: .*header"):
         epmoe.SafetensorsFolder(tmp_path)
+    # A block in a format that nobody knows, and one that is fine.
     tensors = {
         f"{BLOCK}.gate.weight": randn(E, D),
         f"{BLOCK}.experts.gate_up_proj_blocks": randn(E, D),

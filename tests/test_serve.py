@@ -211,6 +211,7 @@ def running(
     on_gpus: bool = False,
 ) -> Iterator[Server]:
     """A server that is ready."""
+    # Start it, without GPUs unless the test has some,
     path = os.pathsep.join(
         map(str, (ROOT, ROOT / "examples", *filter(None, [os.environ.get("PYTHONPATH")])))
     )
@@ -225,6 +226,7 @@ def running(
             command, env=environment, stdout=file, stderr=file, cwd=ROOT, start_new_session=True
         )
     try:
+        # and wait until it says its port and is ready.
         deadline = time.monotonic() + WAIT_S
         while not (found := re.search(r"running on http://127.0.0.1:(\d+)", log.read_text())):
             assert process.poll() is None and time.monotonic() < deadline
@@ -342,6 +344,7 @@ def limit(server: Server) -> None:
     at any time.
     """
     longest = {"prompt": [1], "max_tokens": serve_rank.LENGTH - 1}
+    # One rank is stopped, so that requests stay open.
     os.kill(stopped := server.pids()[0], signal.SIGSTOP)  # meanwhile no request ends
     try:
         assert server.call("/generate", longest | {"timeout_s": 0.1})[0] == 408
@@ -349,8 +352,10 @@ def limit(server: Server) -> None:
         server.wait(lambda: server.metric("serve_open_requests") == MOST_REQUESTS)
     finally:
         os.kill(stopped, signal.SIGCONT)
+    # It goes on: what was accepted is answered.
     statuses = Counter(connection.getresponse().status for connection in connections)
     assert set(statuses) == {200, 429}, statuses
+    # Clients that leave.
     for stream in (False, True):
         server.begin("/generate", longest | {"stream": stream}).close()
     server.wait(lambda: not server.metric("serve_open_requests"))
@@ -389,6 +394,7 @@ def test_a_model_that_raises_and_then_no_rank(tmp_path, alone):
     """
     with running(tmp_path, "tests/dying_server.py", "raises", ranks=2) as server:
         before = server.pids()
+        # Every third prompt is poisoned: it fails, and no other one.
         prompts = [[POISON if i % 3 == 1 else 1, i] for i in range(8)]
         asked = [(prompt, 5) for prompt in prompts]
         answers = server.answers_of(asked)
@@ -398,6 +404,7 @@ def test_a_model_that_raises_and_then_no_rank(tmp_path, alone):
             else:
                 assert status == 200 and content["tokens"] == tokens
         assert server.pids() == before
+        # All ranks die with a request open.
         for process in before:
             os.kill(
                 process, signal.SIGSTOP
@@ -406,6 +413,7 @@ def test_a_model_that_raises_and_then_no_rank(tmp_path, alone):
         server.wait(lambda: server.metric("serve_open_requests"))
         for process in before:
             os.kill(process, signal.SIGKILL)
+        # It is answered, and the server ends.
         assert waiting.getresponse().status == 503
         assert server.process.wait(WAIT_S) == 1
         assert "no rank is left" in server.log.read_text()
@@ -454,6 +462,7 @@ def test_drawn_requests_while_ranks_die(tmp_path, run):
     with running(tmp_path, "examples/serve.py") as server:
         draw = random.Random(run)
         with server.storm(run) as statuses:
+            # Five ranks die, one after the other, while one at least is left.
             for _ in range(5):
                 time.sleep(draw.uniform(0.1, 1.0))
                 server.wait(
@@ -463,6 +472,7 @@ def test_drawn_requests_while_ranks_die(tmp_path, run):
             goal = statuses.total() + 500
             server.wait(lambda: statuses.total() >= goal)
         print(dict(statuses))
+        # Every answer has a meaning, and the server serves on with all ranks.
         assert all(
             status is None or status // 100 in (2, 4) or status == 503 for status in statuses
         ), statuses
@@ -484,6 +494,7 @@ def test_sigterm_to_the_process_group(tmp_path, alone, servers, requests):
     for _ in range(servers):
         with running(tmp_path, "examples/serve.py", ranks=2, requests=requests) as server:
             processes = family(server.process.pid)
+            # Ranks are stopped until all requests are there.
             stopped = server.pids()
             for pid in stopped:  # until all requests are there
                 os.kill(pid, signal.SIGSTOP)
@@ -494,6 +505,7 @@ def test_sigterm_to_the_process_group(tmp_path, alone, servers, requests):
             server.wait(lambda: server.metric("serve_open_requests") == requests)
             for pid in stopped:
                 os.kill(pid, signal.SIGCONT)
+            # All are answered, and then no process is left.
             os.killpg(server.process.pid, signal.SIGTERM)
             responses = [connection.getresponse() for connection in connections]
             found = [(response.status, json.loads(response.read())) for response in responses]
@@ -511,6 +523,7 @@ def test_a_rank_that_loads_for_long_is_not_killed(monkeypatch, size, is_killed):
     """Others have answered and wait for it. One that the group went on without is killed soon."""
     monkeypatch.setattr(serve_front, "ANSWER_S", 0.05)
     monkeypatch.setattr(serve_front, "LATE_S", 0.05)
+    # A front with two ranks, of which one answers at once.
     slow = Silent()
     members = [Silent(), slow]
     buried = []
@@ -525,6 +538,7 @@ def test_a_rank_that_loads_for_long_is_not_killed(monkeypatch, size, is_killed):
     )
     front.ask = partial(serve_front.Front.ask, front)
     members[0].answer((0, size))
+    # The other one answers later than the front waits.
     late = threading.Timer(0.3, slow.answer, [(1, size)])
     late.start()
     serve_front.Front.regroup(front, "recover")
@@ -570,11 +584,13 @@ def test_a_checkpoint_of_transformers(tmp_path):
     def step(batch: list[list[int]]) -> list[int]:
         return [int(model(torch.tensor([tokens])).logits[0, -1].argmax()) for tokens in batch]
 
+    # Prompts, one of them poisoned, and what transformers says to them.
     draw = random.Random(0)
     asked = [([draw.randrange(POISON) for _ in range(draw.randint(1, 20))], 20) for _ in range(12)]
     expected = [(200, {"tokens": tokens}) for tokens in continued(step, asked, 1)]
     asked.insert(5, ([POISON], 20))
     expected.insert(5, (500, {"error": "ValueError: a poisoned prompt"}))
+    # Before and after a death.
     with running(
         tmp_path, "tests/dying_server.py", "raises", "--model", tmp_path / "model"
     ) as server:
@@ -616,10 +632,12 @@ def test_ranks_are_killed_that_replay_graphs(tmp_path, alone, ranks):
     """
     with running(tmp_path, "tests/graphed_server.py", ranks=ranks, on_gpus=True) as server:
         with server.load(seed=0):
+            # Five ranks die under load.
             server.more(40)
             for death in range(5):
                 server.replace(death % ranks, WAIT_S)
                 server.more(40)
+        # Each process has captured once, and new ones also in their group of one.
         log = server.log.read_text()
         captured = Counter(re.findall(r"process (\d+) captured in generation", log))
         alone_first = set(

@@ -214,6 +214,7 @@ def test_only_the_first_round_waits_for_ranks_that_still_load(
         alone(exchange={"timeout_s": 0.2, "warmup_timeout_s": first_s})
     ) as ep:
         tokens = torch.zeros(1, 64), torch.tensor([[0]]), torch.ones(1, 1)
+        # Rounds before, and one whose signal goes.
         for _ in range(rounds_before):
             d = ep.dispatch(*tokens)
             ep.combine(d.rows, d)
@@ -222,6 +223,7 @@ def test_only_the_first_round_waits_for_ranks_that_still_load(
             d = ep.dispatch_recv(sent)
             ep.combine_send(d.rows, d)
         ep.exchange.views[f"signal.{stage}"].zero_()
+        # It waits for the first deadline or the usual one.
         assert ep.exchange.deadlines.wait_s() == wait_s
         began = time.monotonic()
         with pytest.raises(epmoe.EPTimeoutError):
@@ -356,6 +358,7 @@ def test_repr_of_an_expert_parallel_and_its_handles(ep):
     of_ep = "rank 0 of 1, E=12 K=3 D=64 float32, M=16, cpu"
     of_round = "T=5, D=64 float32, layout='expert'"
     assert repr(ep) == f"ExpertParallel({of_ep}, round 0 closed)"
+    # In each state of a round,
     sent = ep.dispatch_send(*inputs())
     assert repr(sent) == f"Sent(rank 0, round 1 awaits dispatch_recv, {of_round})"
     d = ep.dispatch_recv(sent)
@@ -368,6 +371,7 @@ def test_repr_of_an_expert_parallel_and_its_handles(ep):
     assert repr(d) == f"Dispatched(rank 0, {state}, {of_round}, {rows})"
     assert repr(d.recv) == "Received(counts int32 [1])"
     ep.combine(d.rows, d)
+    # of another layout,
     later = ep.dispatch(*inputs(), layout="rank")
     assert repr(d).startswith("Dispatched(rank 0, round 1 closed, T=5,")
     slabs = (
@@ -375,6 +379,7 @@ def test_repr_of_an_expert_parallel_and_its_handles(ep):
         "float32 [1, 16, 3]"
     )
     assert repr(later).endswith(f"layout='rank', recv Received({slabs}))")
+    # and behind `close`.
     ep.close()
     assert repr(ep) == f"ExpertParallel({of_ep}, closed)"
     assert repr(later).startswith("Dispatched(rank 0, round 2 released, T=5,")

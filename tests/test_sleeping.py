@@ -113,9 +113,11 @@ def test_weights_that_are_loaded_before_their_memory_is_back(free):
         }
         weights = epmoe.SleepingWeights(layer)
         for _ in range(2):
+            # Weights are loaded while they have no memory.
             ep.sleep(getattr(weights, free))
             assert len(ep.resume()) == ep.num_local_experts
             layer.load_state_dict(new)
+            # It is refused, and kept ones are back.
             with pytest.raises(EPStateError, match="written while their memory was gone, and are"):
                 weights.restore()
             if free == "offload":
@@ -179,6 +181,7 @@ def test_an_interrupted_call_loses_no_weights():
     want = module.weight.clone()
     weights = epmoe.SleepingWeights(module)
     interrupted = 0
+    # Each call is interrupted at its first step, its second one, and so on.
     for name in ("offload", "restore"):
         for event in itertools.count():
             if name == "restore":
@@ -207,12 +210,14 @@ def test_a_signal_during_sleep_and_wake():
         weights = epmoe.SleepingWeights(layer)
         x = randn(4, ep.config.model.hidden_size)
         want = layer(x).clone()
+        # Each call is interrupted at its first step, its second one, and so on.
         for call in (partial(ep.sleep, weights.offload), partial(ep.wake, weights.restore)):
             for event in itertools.count():
                 if call.func == ep.wake:
                     ep.sleep(weights.offload)
                 with interrupted_at(event, FILES) as interrupts:
                     call()
+                # It may sleep, or have lost its group, or be awake.
                 if "asleep" in repr(ep):
                     asleep += 1
                     ep.wake(weights.restore)
@@ -237,6 +242,7 @@ def test_another_thread_at_any_step(what):
         layer, _ = full_layer(ep)
         x = randn(4, ep.config.model.hidden_size)
         want = layer(x).clone()
+        # The other thread comes at the first step, at the second one, and so on.
         for step in itertools.count():
             if what == "wake":
                 ep.sleep()

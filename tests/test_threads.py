@@ -108,10 +108,12 @@ def test_a_refused_thread_costs_another_no_round(ep, monkeypatch):
         with pytest.raises(epmoe.EPStateError, match="round 1 is still open"):
             ep.dispatch(x, *routing)
 
+    # Another thread is held up in the call that is refused.
     monkeypatch.setattr(RoundState, "next_epoch", slow_next_epoch)
     thread = threading.Thread(target=refused)
     thread.start()
     assert inside.wait(30)
+    # This one combines meanwhile.
     timer = threading.Timer(0.05, go_on.set)
     timer.start()
     torch.testing.assert_close(ep.combine(d.rows, d), x)
@@ -220,6 +222,7 @@ def test_a_wait_that_fails_at_its_deadline_has_not_ended_well(monkeypatch):
         assert go_on.wait(30)
         raise ValueError("late")
 
+    # The thread ends right at the second look.
     monkeypatch.setattr(waiting, "Thread", Late)
     with pytest.raises(ValueError, match="late"):
         waiting.interruptible(fails, timeout_s=0)

@@ -37,11 +37,13 @@ def experts_of(dtype, device, **options) -> GroupedExperts:
 
 def plain(experts, rows, offsets, weights):
     """In fp64, with gradients, of the real rows: weighted outputs, as combine makes them."""
+    # Leaves in fp64.
     parameters = [p.detach().double().cpu().requires_grad_() for p in experts.parameters()]
     gate_up, down, *biases = parameters
     rows = rows.detach().double().cpu().requires_grad_()
     weights = weights.detach().double().cpu().requires_grad_()
     outs = []
+    # Each expert with its rows.
     for i in range(E):
         h = rows[offsets[i] : offsets[i + 1]] @ gate_up[i].T + (biases[0][i] if biases else 0.0)
         gate, up = (h[:, ::2], h[:, 1::2]) if experts.interleaved else h.chunk(2, 1)
@@ -203,14 +205,17 @@ def test_the_activation_writes_zeros_into_gaps_and_nothing_past_the_end(
     gate_up, grad = (randn(16, n).to(dtype).to(device) for n in (2 * F, F))
     weights = randn(16, seed=1).to(device)
     gating = (interleaved, 7.0, 1.702, 1.0)
+    # What both directions give without gaps.
     want = [ops.weighted_gates(gate_up, weights, offsets, None, *gating)]
     want += ops.weighted_gates_backward(grad, gate_up, weights, offsets, None, *gating, True)
+    # A gap in the first segment, and rows past the last one.
     for given in (gate_up, grad, weights):
         given[3] = torch.nan
         given[12:] = torch.nan
     with poisoned_memory():
         got = [ops.weighted_gates(gate_up, weights, offsets, tokens, *gating)]
         got += ops.weighted_gates_backward(grad, gate_up, weights, offsets, tokens, *gating, True)
+    # Rows of pairs are as before, gaps are zeros, and what follows is untouched.
     real = [t for t in range(12) if t != 3]
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a[real], b[real]) and not a[3].any() and a[12:].isnan().all()
@@ -229,6 +234,7 @@ def test_rows_past_the_last_segment_reach_no_module_around_the_experts(device, w
         exchange = TrainingExchange(ep)
         layer = full_layer(ep)[0]
         x = randn(3, 64).to(device).requires_grad_()
+        # As many rows as arrive, and more.
         for num_rows in ("exact", 32):
             gains = torch.ones(2, 64, device=device, requires_grad=True)
             with poisoned_memory(), torch.autograd.detect_anomaly(check_nan=True):
@@ -324,6 +330,7 @@ def test_selective_checkpoints(device):
             experts, x, offsets, row_weights=w, use_reentrant=False, context_fn=contexts
         )
 
+    # Without a checkpoint, and with one that saves what the experts compute.
     results = []
     for call in (lambda x, w: experts(x, offsets, row_weights=w), saving):
         x = rows.clone().requires_grad_()
@@ -431,8 +438,10 @@ def test_weights_that_a_parametrization_makes(device):
     rows = randn(N, D, seed=5).to(device)
     offsets = torch.tensor(OFFSETS, dtype=torch.int32, device=device)
     grad = randn(OFFSETS[-1], D, seed=6).to(device)
+    # Gradients of the factors through the experts,
     experts(rows, offsets)[: OFFSETS[-1]].backward(grad)
     got = [factor.grad.clone() for factor in factors]
+    # and through a plain layer of the merged weights.
     merged = [
         weight + torch.bmm(b, a)
         for weight, (a, b) in zip(before, (factors[:2], factors[2:]), strict=True)

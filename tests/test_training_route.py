@@ -151,16 +151,19 @@ def test_given_experts(device, scoring, renormalize):
     """
     options = {"scoring": scoring, "renormalize": renormalize, "routed_scaling_factor": 2.5}
     logits = randn(6, 16).to(device).requires_grad_()
+    # Ids that a route has chosen give its weights.
     own = route(logits, 4, num_tokens=5, **options)
     again = route(logits, 4, ids=own.ids, num_tokens=5, **options)
     assert torch.equal(again.ids, own.ids)
     assert_close(again.weights.detach(), own.weights.detach().double())
+    # Other ids give what plain torch does.
     ids = torch.rand(6, 16, generator=generator(3)).argsort(1)[:, :4].to(device)
     got, by_route, by_torch = routed(logits.detach(), 4, real=5, ids=ids, **options)
     want = plain_route(logits.detach().double().cpu(), ids.cpu(), scoring, renormalize, 2.5)[:5]
     assert_close(got.weights[:5].detach(), want)
     assert_close(by_route, by_torch)
     assert got.ids.dtype == torch.int64 and got.ids[5].eq(16).all() and not got.weights[5].any()
+    # Ids of no expert.
     ids[0, 1] = -1
     ids[1, 0] = 16
     weights = route(logits, 4, ids=ids, **options).weights

@@ -47,6 +47,7 @@ def test_gradients_of_weighted_rows(device, dtype, weighted, D):
     if weighted:
         want_grad[REAL] = (grad.float() * weights[:, None])[REAL].to(dtype)
     results = []
+    # Twice, with the same bits.
     for _ in range(2):
         got = grad.clone()
         with poisoned_memory():
@@ -93,11 +94,13 @@ def test_no_rows_and_no_experts(device, N, e):
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_packed_rows_hold_what_quantize_says(device, dtype, D):
     """And come back as its values, in rows of segments."""
+    # Any bits, and eight rows of ordinary values.
     x = random_bits(N, D, dtype=dtype)
     x[:8] = randn(8, D, dtype=dtype, seed=1)
     x = torch.cat([x, x], 1).to(device)[:, :D]  # with a stride
     real = torch.tensor(13, dtype=torch.int32, device=device)
     want = epmoe.quantize_fp8(x.contiguous(), num_tokens=13, granularity="block")
+    # The number of real rows is an int, or a tensor.
     with poisoned_memory():
         packed = [ops.pack_fp8(x, None, 13), ops.pack_fp8(x, real, N)]
     for got in packed:
@@ -110,6 +113,7 @@ def test_packed_rows_hold_what_quantize_says(device, dtype, D):
         assert torch.equal(q, want.q.view(torch.uint8)[:13])
         assert torch.equal(scales[:, : D // 32].contiguous().view(torch.float32), want.scales[:13])
     assert not packed[0][13:, :D].view(torch.uint8).any()
+    # They come back as values.
     offsets = torch.tensor([0, 4, 4, 12], dtype=torch.int32, device=device)
     with poisoned_memory():
         rows = ops.unpack_fp8(packed[0], x, offsets)

@@ -72,6 +72,7 @@ def test_a_version_that_does_not_fit_leaves_nothing(layer, folder):
     sender = WeightSender(layer, folder)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     sender.send(1)
+    # Files can hold version 1, but not version 2.
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
@@ -80,6 +81,7 @@ def test_a_version_that_does_not_fit_leaves_nothing(layer, folder):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
+    # Nothing of it is left, and it may be sent again.
     assert len(os.listdir(folder)) == 2, "a version, and the trainer"
     sender.send(2)
     assert newest_version(folder) == 2
@@ -91,12 +93,14 @@ def test_incomplete_versions_push_no_whole_one_out(layer, folder, incomplete):
     keep = 3
     sender = WeightSender(layer, folder, keep=keep)
     sender.send(1)
+    # Versions that lack the part of another rank: the whole one stays.
     for version in range(2, 2 + incomplete):
         sender.send(version)
         [part] = folder.glob(f"v{version:013}.*")
         part.rename(part.with_name(part.name.replace("0-of-1", "0-of-2")))
         assert newest_version(folder) == 1
         assert len([*folder.glob("v*")]) <= 2 * keep
+    # Whole ones push all of them out.
     for version in range(20, 20 + keep):
         sender.send(version)
     assert len([*folder.glob("v*")]) == keep
@@ -159,6 +163,7 @@ def test_a_trainer_that_begins_takes_the_folder(layer, folder, monkeypatch):
         senders.append(WeightSender(full_layer(other)[0], folder))
         senders[0].send(2)
 
+    # A trainer begins while the former one writes; then the former one sends while it writes.
     former.send(1)
     with ExpertParallel(alone()) as other:
         for sends, meanwhile in ((refused, begin), (lambda: senders[0].send(3), refused)):
@@ -186,14 +191,17 @@ def test_a_file_that_goes_between_two_looks_of_torch(ep, layer, folder, monkeypa
 def test_no_weights_change_in_an_open_round_or_by_a_closed_receiver(ep, layer, folder):
     receiver = WeightReceiver(ep, layer, folder)
     sender = WeightSender(layer, folder)
+    # All that changes weights,
     calls = receiver.tick, partial(receiver.load, 1), partial(WeightReceiver, ep, layer, folder)
     sender.send(1)
+    # in an open round,
     ep.dispatch_send(
         randn(1, ep.config.model.hidden_size), torch.arange(2).int()[None], torch.ones(1, 2)
     )
     for call in calls:
         with pytest.raises(EPStateError, match="round 1 is open: weights change between rounds"):
             call()
+    # and by a receiver that is closed.
     ep.abort()
     receiver.load(1)
     receiver.close()
@@ -295,12 +303,14 @@ def test_close_waits_for_a_copy(ep, layer, folder, monkeypatch):
         finally:
             ended.set()
 
+    # The thread has begun to copy, and takes a while.
     receiver = WeightReceiver(ep, full_layer(ep)[0], folder)
     monkeypatch.setattr(WeightReceiver, "_copy", slowly)
     sender.send(1)
     while not begun.is_set():
         receiver._looked = 0.0
         receiver.tick()
+    # `close` returns behind the copy.
     receiver.close()
     assert ended.is_set()
 
@@ -326,20 +336,24 @@ def test_a_version_that_is_not_finite_is_passed_over(layer, ep, folder, spoil, w
     options = {"spare": spare, "dense": lambda _: None}
     receiver = WeightReceiver(ep, served, folder, **options)
     dense = {"a": torch.zeros(2), "b": torch.zeros(()), "c": torch.zeros(0), "d": torch.arange(2)}
+    # A good version, and a spoiled one behind it.
     sender.send(1, dense)
     receiver.load(1)
     good = deepcopy(layer.experts.state_dict())
     spoiled = {name: value.clone() for name, value in dense.items()}
     spoil(layer, spoiled)
     sender.send(2, spoiled)
+    # Rounds pass it over,
     while receiver.problem is None:
         receiver._looked = 0.0
         receiver.tick()
     wanted = f"version 2 has values that are not finite in .*: {where}"
     assert receiver.version == 1 and re.search(wanted, str(receiver.problem))
+    # so does `load`,
     with pytest.raises(TimeoutError, match=wanted):
         receiver.load(2, timeout_s=0.01)
     assert receiver.version == 1
+    # and a receiver that begins. The next version is taken.
     later = WeightReceiver(ep, served, folder, **options)
     assert later.version < 2 and re.search(wanted, str(later.problem))
     layer.experts.load_state_dict(good)
@@ -362,17 +376,21 @@ def test_values_that_are_not_finite_may_be_let_in(ep, layer, folder):
 
 def test_a_send_that_failed_on_one_rank_is_told_to_all(ep, layer, folder, monkeypatch):
     """By their next `send`, once. That rank may send its part again, or all a larger version."""
+    # Two ranks of a trainer, in one process.
     two = SimpleNamespace(size=2, mesh=None, origin=ep.origin, generation=0, device=ep.device)
     senders = [WeightSender(layer, folder) for _ in range(2)]
     for rank, sender in enumerate(senders):
         sender._ep = SimpleNamespace(**vars(two), rank=rank)
+    # Rank 1 has no room for its part.
     senders[0].send(1)
     with monkeypatch.context() as patched:
         patched.setattr(torch, "save", Mock(side_effect=RuntimeError("no space left")))
         with pytest.raises(OSError, match="version 1 does not fit"):
             senders[1].send(1)
+    # Rank 0 hears of it when it sends next.
     with pytest.raises(OSError, match=r"rank 1 could not send version 1: .*no space left"):
         senders[0].send(2)
+    # Rank 1 sends its part again, and versions go on.
     senders[1].send(1)
     assert newest_version(folder) == 1 and len(os.listdir(folder)) == 3
     for version in (2, 3):
@@ -556,6 +574,7 @@ def test_words_of_a_process_that_was_killed_go_with_the_next_owner(tmp_path):
         with stopped_at(step, files, partial(signal.raise_signal, signal.SIGKILL)):
             shared_words(tmp_path, peers, 4, -1)
 
+    # A child is killed at its first step, its second one, and so on to its end.
     peers = SimpleNamespace(rank=0, all_gather=is_looked_at)
     left = 0
     for number in count():

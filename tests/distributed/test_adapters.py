@@ -111,17 +111,21 @@ def test_each_token_gets_its_adapter(open_ep, device, rank, options):
     ep = open_ep(**options)
     layer = make_layer(ep)
     plain = make_layer(ep, adapters=None)
+    # Some tokens, none on rank 0, and as many as there is room for.
     for seed, tokens in enumerate((T, 0 if rank == 0 else 5, M)):
         x, numbers = inputs(ep, seed, tokens)
         assert_close(layer(x, adapter_ids=numbers), want(layer, x, numbers), slack=4)
+        # Numbers without an adapter add nothing.
         none = layer(x) if rank == 0 else layer(x, adapter_ids=torch.full_like(numbers, -1))
         assert torch.equal(none, plain(x))
+        # Padding of NaN with an adapter.
         real = tokens - 2 if tokens else 0
         x[real:] = torch.nan
         numbers[real:] = 1
         y = layer(x, real, adapter_ids=numbers.long())
         assert_close(y[:real], want(layer, x[:real], numbers[:real]), slack=4)
         assert not y[real:].any()
+    # A batch of sequences.
     x, numbers = inputs(ep, 5, 8)
     y = layer(x.view(2, 4, D), adapter_ids=numbers.view(2, 4))
     assert y.shape == (2, 4, D) and torch.equal(y.view(8, D), layer(x, adapter_ids=numbers))
@@ -144,6 +148,7 @@ def test_experts_that_move_take_their_adapters_along(open_ep, size, rank):
     assert_close(layer(x, adapter_ids=numbers), before, slack=4)
     if size == 1:
         return
+    # All experts go to the next rank. Sums are right on the way,
     slots = ep.slots.view(1, size, -1)
     moves = ep.replace(slots.roll(1, dims=1).flatten(1))
     while True:  # until all are: a rank may know of it a round before another one
@@ -153,6 +158,7 @@ def test_experts_that_move_take_their_adapters_along(open_ep, size, rank):
         torch.distributed.all_reduce(done, torch.distributed.ReduceOp.MIN)
         if done:
             break
+    # and behind it.
     ep.apply()
     assert moves.done and sorted(ep.logical_experts(1)) == sorted(
         slots[0, (rank - 1) % size].tolist()
@@ -231,15 +237,19 @@ def test_factors_of_its_own(loaded, rank, size):
     """A rank that gives others, or takes away what others give, changes nothing on any."""
     layer, _, before = loaded
     x, numbers = inputs(layer.ep)
+    # The adapters as tensors.
     mine = {
         n: adapter_models.adapter_of(FACTORS[n], E, list(range(E)), SCALING[n]) for n in FACTORS
     }
+    # The last rank gives others, or none.
     for other in (None, mine[0], LoRA(mine[1].gate_up, None)) if size > 1 else ():
         with pytest.raises(ValueError, match="`digest` is"):
             layer.put_adapter(0, other if rank == size - 1 else mine[1])
         assert torch.equal(layer(x, adapter_ids=numbers), before)
+    # Factors of too few experts.
     with pytest.raises(ValueError, match=r"`gate_up a` must be .* \[6, r, 64\]"):
         layer.put_adapter(0, LoRA((mine[0].gate_up[0][1:], mine[0].gate_up[1]), None))
+    # Taken away and put again.
     for number in mine:
         layer.put_adapter(number, None)
     assert torch.equal(layer(x, adapter_ids=numbers), layer(x))
@@ -261,12 +271,14 @@ def test_loading_takes_the_turn(loaded, rank, size):
         taken.set()
         done.wait()
 
+    # The last rank has another thread in a call.
     thread = threading.Thread(target=lambda: layer.ep.exchange.run(hold))
     if rank == size - 1:
         thread.start()
         taken.wait()
     with pytest.raises(RuntimeError, match="another thread is in a call"):
         layer.load_adapter(0, folder / "1", BLOCK)
+    # Nothing has changed.
     done.set()
     if rank == size - 1:
         thread.join()
@@ -278,14 +290,17 @@ def test_a_rank_that_fails_while_all_load(loaded, rank, size, monkeypatch):
     layer, folder, _ = loaded
     x, numbers = inputs(layer.ep)
     plain = layer(x)
+    # The last rank fails behind the checks.
     if rank == size - 1:
         monkeypatch.setattr(type(layer.adapters), "_empty", lambda self, number: 1 / 0)
     with pytest.raises((ZeroDivisionError, RuntimeError), match="division by zero"):
         layer.load_adapter(0, folder / "1", BLOCK)
     monkeypatch.undo()
+    # No rank serves the adapter, and all serve without one.
     with pytest.raises(EPStateError, match=r"adapter\(s\) \[0\] are not whole"):
         layer(x, adapter_ids=numbers)
     assert torch.equal(layer(x), plain)
+    # Loaded again, it serves.
     layer.load_adapter(0, folder / "0", BLOCK)
     assert_close(layer(x, adapter_ids=numbers), want(layer, x, numbers), slack=4)
 
@@ -502,6 +517,7 @@ def test_in_graphs(open_ep, gemm, tokens):
     layer = make_layer(open_ep(dtype="bfloat16", ll_max_tokens=12), torch.bfloat16, gemm=gemm)
     x, numbers = inputs(layer.ep, dtype=torch.bfloat16, tokens=tokens)
     replay, y = captured(lambda: layer(x, adapter_ids=numbers))
+    # Other adapters of the tokens,
     for _ in range(3):
         numbers.copy_(numbers.roll(1))
         x.copy_(x.roll(2, dims=0))
@@ -509,6 +525,7 @@ def test_in_graphs(open_ep, gemm, tokens):
         replayed = y.clone()
         assert_close(replayed, want(layer, x, numbers), slack=4)
         assert torch.equal(replayed, layer(x, adapter_ids=numbers))
+    # and no adapters any more.
     layer.put_adapter(0, None)
     layer.put_adapter(1, None)
     replay()

@@ -90,6 +90,7 @@ def test_tokens_stay_those_of_one_process_while_experts_move(ep, size, rank):
     balancer = Balancer(ep, every=8)
     tokens = torch.randint(VOCABULARY, (8,), generator=generator(rank))
     own_rows = []
+    # Each step: the tokens are those of one process, and this rank counts its rows.
     for step in range(STEPS):
         before = ep.health().tokens_per_expert
         got = model.decode(tokens.to(ep.device), step).cpu()
@@ -98,11 +99,13 @@ def test_tokens_stay_those_of_one_process_while_experts_move(ep, size, rank):
         balancer.tick()
         tokens = (got + step + rank) % VOCABULARY  # no fixed point
     balancer.finish()
+    # Where the rows would have gone without moves, and where they went.
     rows = of_all(own_rows)
     dist.all_reduce(model.load)
     where = torch.tensor(Placement.build(E, size).owners)
     stay = torch.zeros(size).index_add_(0, where, model.load[STEPS // 4 :].sum((0, 1)))
     moving = torch.tensor(rows)[:, STEPS // 4 :].sum(1).float()
+    # The busiest rank is nearer to the mean.
     if size > 1:
         assert len(balancer.history) > 3 and sum(step.moves for step in balancer.history) > 0
         assert busiest(moving) - 1 < 0.6 * (busiest(stay) - 1), (busiest(moving), busiest(stay))
@@ -118,6 +121,7 @@ def test_a_plan_that_one_rank_refuses_is_dropped_on_all(ep, size, rank):
     """`tick` raises there, and nowhere else. The balancer goes on with the next plan."""
     model = Model(ep)
     fails = rank == size - 1
+    # The last rank cannot hand out the weights of the first plan.
     balancer = Balancer(
         ep,
         every=4,
@@ -134,6 +138,7 @@ def test_a_plan_that_one_rank_refuses_is_dropped_on_all(ep, size, rank):
             fails = False
         tokens = (got + step + rank) % VOCABULARY
     balancer.finish()
+    # All have the same history, without that plan.
     if size > 1:
         history = of_all([step.moves for step in balancer.history])
         assert sum(history[0]) and history == [history[0]] * size
@@ -147,12 +152,14 @@ def test_a_checkpoint_holds_the_experts_wherever_they_are(ep, size):
     loads = torch.ones(L, E)
     loads[:, : E // size] = 3
     moves = ep.replace(balance(loads, ep.slots, ep_size=size).slots)
+    # Not in the middle of a move,
     if size > 1:
         with pytest.raises(EPStateError, match="experts are moving"):
             model.layers[0].full_state_dict()
         assert moves.count
     ep.apply()
     dist.barrier()
+    # but behind it, the same weights, which load where the experts are now.
     for layer, state in zip(model.layers, before, strict=True):
         after = layer.full_state_dict()
         assert after.keys() == state.keys() and all(
@@ -186,20 +193,24 @@ def test_finish_takes_up_a_plan_where_the_last_one_has_not_been_seen_to_end(ep, 
     model = Model(ep)
     policy = Planned()
     balancer = Balancer(ep, every=1, policy=policy)
+    # A first plan, whose moves end everywhere.
     model.decode(torch.arange(8, device=ep.device), 0)
     tick_until(balancer, lambda: ep.live.moves is not None)
     moves = ep.live.moves
+    # Each rank sends loads for the second one.
     model.decode(torch.arange(8, device=ep.device), 1)
     balancer.tick()  # sends the loads for the second plan
     while moves.version < moves.last:
         ep.poll()
     ep.live.mail.flush()
     dist.barrier()
+    # Rank 0 alone sees the end, and plans.
     if rank == 0:
         tick_until(balancer, lambda: len(balancer.history) == 2)
         ep.live.mail.flush()
     dist.barrier()
     assert rank == 0 or not moves.done
+    # The others learn both now.
     balancer.finish()
     assert len(balancer.history) == 2 and (rank or policy.calls == 2)
     balancer.close()
@@ -322,15 +333,18 @@ def test_a_signal_handler_that_raises_as_a_plan_is_published(ep, size, rank, mon
         if word == Word.PLANNED:
             raise KeyboardInterrupt
 
+    # All have sent their loads.
     model.decode(torch.arange(8, device=ep.device), 0)
     balancer.tick()
     ep.live.mail.flush()
     dist.barrier()
+    # Rank 0 plans, is interrupted behind its word, and takes the plan up.
     if rank == 0:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(ep.live.mail, "post", interrupted)
             tick_until(balancer, lambda: False)
         tick_until(balancer, lambda: ep.live.calls == 1)
+    # The others have heard nothing so far.
     dist.barrier()
     balancer.finish()
     balancer.close()
@@ -343,6 +357,7 @@ def test_ticks_and_calls_past_the_numbers_of_31_bits(ep, size, rank):
     """
     model = Model(ep)
     balancer = Balancer(ep, every=1, policy=Planned())
+    # The words of a group that has run for long.
     ep.live.ticks = 2**33
     ep.live.finishes = 2**31 - 2
     ep.live.calls = 2**31 - 10
@@ -351,9 +366,11 @@ def test_ticks_and_calls_past_the_numbers_of_31_bits(ep, size, rank):
         ep.live.mail.post(Word.LAST_PLAN, 2**31 - 2 << 32 | 2**31 - 10, range(size))
     ep.live.mail.flush()
     dist.barrier()
+    # Plans come, but for round 2, in which `finish` ends without one.
     for n in range(4):
         model.decode(torch.arange(8, device=ep.device), n)
         if n != 2:
+            # Rank 0 looks last, so that it has the loads of all.
             if rank:
                 balancer.tick()
                 ep.live.mail.flush()
@@ -364,6 +381,7 @@ def test_ticks_and_calls_past_the_numbers_of_31_bits(ep, size, rank):
         balancer.finish()
         assert len(balancer.history) == [1, 2, 2, 3][n]
         dist.barrier()  # a rank that is late would take up the next plan
+    # Ticks are counted past 2³², in the words of all.
     assert ep.live.calls == 2**31 - 7
     balancer.tick()
     ep.live.mail.flush()
@@ -394,6 +412,7 @@ def test_a_policy_is_any_callable(ep, size, rank):
     """
     model = Model(ep)
     before = ep.slots
+    # Plans that no rank can carry out.
     for wrong in (everything_on_one, too_many) if size > 1 else ():
         balancer = Balancer(ep, every=1, policy=wrong)
         model.decode(torch.arange(8, device=ep.device), 0)
@@ -406,12 +425,13 @@ def test_a_policy_is_any_callable(ep, size, rank):
         balancer.finish()
         assert torch.equal(ep.slots, before) and not balancer.history
         balancer.close()
+    # A plan that moves everything, which the others take up in `finish`.
     balancer = Balancer(ep, every=1, policy=anew)
     tokens = torch.arange(8, device=ep.device)
     model.decode(tokens, 0)
     balancer.tick()
     dist.barrier()
-    if rank == 0:  # the others take it up in `finish`
+    if rank == 0:
         tick_until(balancer, lambda: len(balancer.history) == 1)
     balancer.finish()
     if rank == 0:

@@ -66,6 +66,7 @@ def test_cpus(make, monkeypatch, nodes, model, measured):
     config = make(COPIES, ranks_per_node=1 if nodes else None, **model)
     report = cpu.run(Job(config, TOKENS, 2, advance=lambda: steps.append(None)))
     assert report.benchmark == ("rail" if nodes else "gloo") and len(steps) == 3 * 2
+    # Each side of each T, with ratios to the other exchange.
     rows = report.results
     assert [(row["tokens"], row["side"]) for row in rows] == [
         (T, side) for T in TOKENS for side in measured
@@ -78,6 +79,7 @@ def test_cpus(make, monkeypatch, nodes, model, measured):
                 fresh["round"] / row["round"],
                 kept["round"] / row["round"],
             )
+    # A side whose output is wrong is told.
     back = sides.AllToAll.back
     monkeypatch.setattr(sides.AllToAll, "back", lambda self, handle: back(self, handle) * 1.5)
     with pytest.raises(
@@ -143,6 +145,7 @@ def test_peers_of_an_exchange(make, on_gpus, monkeypatch):
         job = Job(config, tokens, 1, "zipf")
         return gpu.run(job, contenders=contenders, payloads=payloads, peers=of_torch, eager=eager)
 
+    # Peers carry plain rows, where there are tokens,
     report = run(make(), (0, 1, 32))
     assert report.left_out["NCCL all-gather, fp8-out"] == "it sends rows as they are"
     ran = [(r["tokens"], r["side"]) for r in report.results if r["payload"] == "plain"]
@@ -150,10 +153,12 @@ def test_peers_of_an_exchange(make, on_gpus, monkeypatch):
         ran == [(0, "fused"), *((T, name) for T in (1, 32) for name in ("fused", *names))]
         and not on_gpus
     )
+    # also in eager mode.
     report = run(make(dtype="bfloat16"), eager=True)
     assert report.benchmark == "eager" and on_gpus[1:3] == names
     assert all(r["round"] == 30 for r in report.results)
 
+    # Wrong rows, and none at all.
     wrong = "the rows that came back differ"
     side = of_torch[0].side
     with monkeypatch.context() as patch:
@@ -263,6 +268,7 @@ def test_layers_with_copies_of_experts(make, monkeypatch, size, folder):
     lines: list[str] = []
     config = make(COPIES, dtype="bfloat16", intermediate_size=128)
     report = layer.run(Job(config, TOKENS, 2, advance=lambda: steps.append(None), log=lines.append))
+    # A line and a row for each precision and T.
     precisions = ("plain", "fp8", "MXFP4")
     assert report.benchmark == "layer" and len(steps) == len(TOKENS) * len(Precision)
     assert report.left_out == {"plain, DeepGEMM": "DeepGEMM is for GPUs"}
@@ -272,12 +278,14 @@ def test_layers_with_copies_of_experts(make, monkeypatch, size, folder):
     assert [(row["tokens"], row["precision"]) for row in report.results] == [
         (T, p) for T in TOKENS for p in precisions
     ]
+    # The experts are a part of the layer, and rows count copies.
     for row in report.results:
         assert (
             min(row["layer"], row["experts"], row["exchange"]) > 0 and row["side"] == "epmoe, torch"
         )
         assert row["on_top"] == row["layer"] - row["experts"]
         assert row["tokens"] * 3 <= row["rows"] <= size * row["tokens"] * 3 + 6 * 3
+    # An output that is wrong is told.
     combine = ExpertParallel.combine
     for factor in (1.2, torch.nan):
         monkeypatch.setattr(
@@ -294,6 +302,7 @@ def test_training(make, monkeypatch):
     assert [
         (row["tokens"], row["side"]) for row in report.results
     ] == sides_of_all and report.benchmark == "training"
+    # Times, products and eager figures of each side.
     for row in report.results:
         assert row["layer"] == row["forward"] + row["backward"]
         assert "memory" not in row  # which is of GPUs

@@ -92,6 +92,7 @@ def test_told_beside_a_kernel_that_leaves_parts_of_multiprocessors(
     play = player(ep, T, rank, layout)
     play()
     ep.check()
+    # A graph of the round.
     if replay:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -102,6 +103,7 @@ def test_told_beside_a_kernel_that_leaves_parts_of_multiprocessors(
             ep.check()
             time.sleep(0.06)  # a look behind the capture
     dist.barrier()
+    # Rank 0 plays alone beside the other kernel.
     if rank == 0:
         ended = crowd(blocks)
         time.sleep(0.06)  # its blocks are resident now
@@ -137,12 +139,14 @@ def test_told_of_a_kernel_that_comes_between_rounds(make_ep, rank, crowd):
     """
     ep = make_ep(max_tokens=256, hidden=2048, dtype="bfloat16", timeout_s=SHORT_S)
     play = player(ep, 256, rank, "expert")
+    # Rounds run, and more of them are queued,
     for _ in range(40):
         for _ in range(50):
             play()
         ep.check()
     for _ in range(50):
         play()
+    # when the other kernel comes on rank 0.
     if rank == 0:
         ended = crowd(264)
     told(ep, play)
@@ -271,10 +275,12 @@ def test_every_gradient_is_written(
         y.float().square().sum().backward()
         return [y.detach(), x_.grad, weights_.grad]
 
+    # What a step gives on an idle GPU,
     whole = step()
     assert all(part.isfinite().all() for part in whole)
     for got, want in zip(whole, step("rows"), strict=True):
         assert (got - want).abs().max() <= (0.05 if payload == "auto" else 0) * want.abs().max()
+    # and beside a kernel that leaves few multiprocessors.
     for _ in range(3):
         hold(torch.cuda.get_device_properties().multi_processor_count - free, 0.15)
         for got, want in zip(step(), whole, strict=True):

@@ -226,9 +226,11 @@ def test_the_logits_of_any_number_of_ranks_are_bitwise_the_same(ep_over, folder,
 
     x = randn(9 + rank, D, seed=rank)
     aligned = {"capacity": {"alignment": 128}}
+    # What the saved model gives.
     want = (first := model(ep_over(size, **aligned), seed=0))(x)
     checkpoint.save(first, folder / "saved")
     torch.save(checkpoint.full_state_dict(first), folder / f"full{rank}.pt")
+    # Groups of other sizes load it, sharded and whole.
     for ranks in (size, 2, 1):
         second = model(ep := ep_over(ranks, **aligned), seed=50)
         assert not torch.equal(second(x), want)
@@ -456,6 +458,7 @@ def test_a_rank_whose_experts_move_is_named_on_all(ep_over, folder, rank, size):
     live = {"live": True, "slots_per_rank": min(E, -(-E // size) + 1)}
     layer = MoELayer.from_full(ep := ep_over(size, placement=live), **full())
     slots = (ep.slots + 1) % E
+    # The last rank has begun to move.
     if rank == size - 1:
         ep.replace(slots)
     calls = (
@@ -464,10 +467,12 @@ def test_a_rank_whose_experts_move_is_named_on_all(ep_over, folder, rank, size):
         lambda: checkpoint.save(layer, folder / "saved"),
         lambda: checkpoint.load(layer, folder / "saved"),
     )
+    # No call of all goes through.
     for call in calls:
         named = "experts are moving" if rank == size - 1 else f"rank {size - 1}: experts are moving"
         with pytest.raises(EPStateError, match=f"^{named}"):
             call()
+    # All move, and it does.
     if rank != size - 1:
         ep.replace(slots)
     ep.apply()

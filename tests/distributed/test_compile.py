@@ -65,18 +65,21 @@ def test_within_at_most(make_ep, rank, size, device):
     layer, _ = full_layer(ep)
     step = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x = randn(2 + rank, D, seed=rank)
+    # Slabs of any length have the same bits.
     want = layer(x)
     for n in (5, 7):  # one graph for both
         with ep.at_most(n):
             for call in (layer, step):
                 assert torch.equal(call(x), want)
                 assert ep.exchange.slabs.slab_rows == n
+    # More rows than a slab holds.
     with (
         pytest.raises(epmoe.EPOverflowError, match="rows for one node, but at_most is 1:"),
         ep.at_most(1),
     ):
         layer(randn(9, D, seed=9))
 
+    # Within the graph it is refused, and harms nothing.
     def within(x: Tensor) -> Tensor:
         with ep.at_most(1):
             return layer(x)

@@ -40,6 +40,7 @@ def test_a_window_of_random_bits(make_ep, rank, size, device, payload_only, seed
     tokens = make_tokens(ep.config, rank, 40, seed=seed)
     assert_y(run_round(ep, tokens), ep.config, tokens)
     dist.barrier()
+    # The last rank writes random bits over its buffers.
     if rank == size - 1:
         bits = torch.Generator().manual_seed(seed)
         for name, buffer in ep.exchange.views.items():
@@ -48,12 +49,14 @@ def test_a_window_of_random_bits(make_ep, rank, size, device, payload_only, seed
                 words = buffer.flatten().view(torch.uint8)
                 words.copy_(torch.randint(0, 256, words.shape, generator=bits, dtype=torch.uint8))
     dist.barrier()
+    # Rounds are right where each writes anew what it reads, or fail.
     for layout in ("expert", "rank"):
         if payload_only:  # every round writes anew what it reads
             assert_y(run_round(ep, tokens, layout=layout), ep.config, tokens)
         else:
             with suppress(epmoe.EPError, RuntimeError):
                 run_round(ep, tokens, layout=layout)
+    # A new group works.
     ep.close()
     dist.barrier()
     again = make_ep(max_tokens=40)

@@ -41,10 +41,12 @@ def test_other_calls_of_the_same_windows(make_ep, rank, size, payload):
     rows themselves.
     """
     ep = make_ep(ll_max_tokens=8, hidden=256, exchange={"payload": payload}, **HAS_ROOM)
+    # Phases apart.
     for T in (5, 16):
         tokens = [make_tokens(ep.config, r, T, seed=T) for r in range(size)]
         extras = [make_extra(WIDE, r, T) for r in range(size)]
         check_round(ep, tokens, "expert", phases=True, extras=extras)
+    # A smaller D, and fp8 rows of the caller.
     x, ids, weights = given(ep, tokens[rank])
     extra = make_extra(ID, rank, 16).to(ep.device)
     small = x[:, :128].bfloat16()
@@ -58,6 +60,7 @@ def test_other_calls_of_the_same_windows(make_ep, rank, size, payload):
         and d.extra.dtype == extra.dtype
     )
     ep.combine(d.rows.to(d.dtype), d)
+    # combine takes the rows of dispatch themselves.
     d = ep.dispatch(x, ids, weights, extra=extra)
     assert torch.equal(d.extra, d.extra) and d.extra.data_ptr() == d.extra.data_ptr(), "a view"
     rows = d.rows if payload == "auto" else d.rows.to(d.dtype)
@@ -72,6 +75,7 @@ def test_skip(make_ep, rank, size, how):
     ep = make_ep(**HAS_ROOM)
     tokens = make_tokens(ep.config, rank, 6)
     extra = make_extra(WIDE, rank, 6).to(ep.device)
+    # Rounds with `extra` and without, which rank 0 plays or skips.
     for with_one in (True, False, True):
         sent = extra if with_one else None
         for skips in (False, True):
@@ -102,6 +106,7 @@ def test_replays_of_a_graph_read_it_anew(make_ep, rank, size, ll_max_tokens, lay
         (ep.combine_partial if layout == "rank" else ep.combine)(rows, d)
         return got, d.recv.counts if layout == "rank" else d.expert_offsets
 
+    # Each replay has what an eager round has, in slots or rows that are in use.
     replay, (got, ends) = captured(run)
     for seed in range(3):
         extra.copy_(make_extra(kind, rank, 12, seed))

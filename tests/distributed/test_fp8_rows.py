@@ -134,8 +134,10 @@ def test_the_layer_is_that_of_rows_which_dispatch_quantizes(make_ep, rank, size,
     """
     ep = make_fp8_ep(make_ep, 32)
     mine = make_tokens(ep.config, rank, T, padded=2)
+    # What dispatch quantizes itself.
     at_once = run_round(ep, mine, layout, num_tokens=mine.real)
     assert_y(at_once, ep.config, mine)
+    # The same rows, quantized by the caller, as they are and with a stride.
     q, scales = epmoe.quantize_fp8(mine.x.to(ep.device), num_tokens=mine.real)
     ids = mine.ids.to(ep.device)
     weights = mine.weights.to(ep.device)
@@ -190,6 +192,7 @@ def test_a_captured_round(make_ep, rank, size, device):
         d = ep.dispatch(q, ids, weights, scales=scales)
         return ep.combine(dequantized(d.rows, d.scales, d.dtype), d)
 
+    # Replays over other rows are eager rounds over them.
     replay, y = captured(one_round)
     for seed in range(3):
         new = make_tokens(ep.config, rank, T, seed=seed)

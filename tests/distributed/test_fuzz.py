@@ -74,17 +74,20 @@ def draw_tokens(config: EPConfig, random: Random, size: int) -> list[Tokens]:
     """
     M = config.capacity.max_num_tokens_per_rank
     K = config.model.num_experts_per_tok
+    # What the tokens of all ranks have in common.
     kind = random.choice(["uniform", "zipf", "adversarial"])
     id_dtype = random.choice([torch.int32, torch.int64])
     weight_dtype = random.choice([torch.float32, torch.bfloat16, torch.float16])
     share = random.choice([0.0, 0.1, 0.9])
     tokens = []
     largest = 0.0 if config.exchange.combine_payload == "fp8" else 2.0**8
+    # Each rank: so many tokens, of which some are padding.
     for rank in range(size):
         T = random.choice([0, 1, M, random.randint(0, M)])
         seed = random.getrandbits(20)
         kinds = {"kind": kind, "id_dtype": id_dtype, "weight_dtype": weight_dtype}
         mine = make_tokens(config, rank, T, seed=seed, padded=random.randint(0, T), **kinds)
+        # Any bits, but for weights that the bound of y does not cover.
         bits = torch.Generator().manual_seed(seed)
         info = torch.iinfo(id_dtype)
         any_ids = torch.randint(info.min, info.max, (T, K), generator=bits, dtype=id_dtype)
@@ -92,6 +95,7 @@ def draw_tokens(config: EPConfig, random: Random, size: int) -> list[Tokens]:
         size_of = any_weights.float().abs()
         usable = size_of.eq(0) | ~size_of.isfinite() | (size_of > 2**-10) & (size_of < largest)
         any_weights = any_weights.where(usable, 1 / K)
+        # They take the place of a share of what was drawn.
         mine.ids = mine.ids.where(torch.rand(T, K, generator=bits) >= share, any_ids)
         mine.weights = mine.weights.where(torch.rand(T, K, generator=bits) >= share, any_weights)
         tokens.append(mine)
@@ -141,9 +145,11 @@ def test_a_soak(make_ep, rank, size, device):
     shared = Random(size)
     own = Random(f"rank {rank}")
     on_gpu = device.type == "cuda"
+    # Rounds of both protocols, and what they must give.
     eps = [make_ep(**draw_options(shared, size) | {"ll_max_tokens": most}) for most in (256, 4)]
     drawn = [[Again(drawn_round(ep, shared)) for _ in range(DRAWN_ON_GPUS)] for ep in eps]
     kinds = [InTurn(rounds, own.randrange(1, 20_000) if on_gpu else 0) for rounds in drawn]
+    # Which kind comes next all ranks draw alike; where a rank stalls is its own.
     memory = []
     begin = time.monotonic()
     turns = 0
@@ -158,12 +164,14 @@ def test_a_soak(make_ep, rank, size, device):
             kinds[number].play()
             eps[number].poll()
             turns += 1
+        # Nothing was wrong so far. Rank 0 says whether it goes on.
         for ep, rounds in zip(eps, kinds, strict=True):
             ep.check()
             assert rounds.wrong == 0
         memory.append(memory_of(device))
         goes_on.fill_(time.monotonic() - begin < SOAK_S)
         dist.broadcast(goes_on, 0)
+    # Memory has not grown.
     host, tensors = (last - first for first, last in zip(memory[0], memory[-1], strict=True))
     print(
         f"\n{turns * DRAWN_ON_GPUS:,} rounds; bytes more than at first: host {host:,}, tensors "

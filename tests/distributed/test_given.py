@@ -56,10 +56,12 @@ class Model(nn.Module):
 def test_under_fsdp(make_ep, rank, again, ids_alone):
     ep = make_ep(experts=E, top_k=K, hidden=D)
     x = randn(T + rank, D, seed=rank).to(ep.device)
+    # A rollout, whose routes are replayed.
     with torch.no_grad(), recording(rollout := Model(ep, 30, "no")) as record:
         want = rollout(x)
     routes = pack_routes(record, E) if ids_alone else record
     gradients = []
+    # A sharded model without checkpoints, and one with them.
     for kind in ("no", again):
         model = Model(ep, 40, kind)
         for block in model.blocks:
@@ -77,6 +79,7 @@ def test_under_fsdp(make_ep, rank, again, ids_alone):
         y.square().mean().backward()
         gradients.append([given.grad, *(p.grad for p in model.parameters() if p.grad is not None)])
     assert len(gradients[0]) == len(gradients[1]) == 1 + (3 + ids_alone) * BLOCKS
+    # Their gradients have the same bits.
     for plain, twice in zip(*gradients, strict=True):
         plain, twice = (getattr(grad, "_local_tensor", grad) for grad in (plain, twice))
         assert torch.equal(plain, twice)

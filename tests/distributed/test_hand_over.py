@@ -175,6 +175,7 @@ def served(
     fp8 = KINDS[kind][1]
     numbers = range(last + 1)
     tokens = randn(TOKENS, D, seed=9).to(ep.config.model.torch_dtype)
+    # What each version gives for each token.
     wanted = []
     for version in numbers:
         one = Model(ep, version, fp8)
@@ -184,6 +185,7 @@ def served(
     wrong = 0
     longest = 0.0
     (folder / f"seen{receiver.version}").touch()  # the receiver may have begun with a version
+    # Serve drawn tokens until the last version has come.
     step = partial(tick_or_load, receiver, Random(0), last) if kind == "loads" else receiver.tick
     while receiver.version < last or count < least:
         if step():
@@ -266,10 +268,12 @@ def test_ranks_that_give_rounds_up_flip_with_the_others(rank, size, folder):
         sender = WeightSender(model, folder)
         receiver = WeightReceiver(ep, model, folder)
         for _ in range(400):
+            # The next version is sent once the last one serves.
             if receiver.version == versions[0]:
                 versions[0] += 1
                 sender.send(versions[0])
             time.sleep(random.choice((0, 0, 0.003)))
+            # A round with tokens, or one that this rank gives up.
             if random.randrange(2):
                 model(x)
             else:
@@ -348,12 +352,14 @@ def test_a_load_that_one_rank_leaves_calls_a_flip_off_for_all(rank, size, folder
             model(randn(1, D))
             receiver.tick()
             dist.barrier()
+        # The last rank is interrupted in `load`, and no rank flips.
         sender.send(2)
         with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="interrupted"):
             if rank == size - 1:
                 patched.setattr(WeightReceiver, "_await_worker", interrupted)
             receiver.load(2)
         assert receiver.version == -1
+        # Rounds bring the version to all at once.
         for _ in range(300):
             model(randn(1, D))
             receiver.tick()
@@ -402,21 +408,25 @@ def test_ranks_that_hold_different_versions_do_not_serve(rank, size, folder):
         sender.send(1)
         receiver = WeightReceiver(ep, model, folder)
         assert receiver.version == 1
+        # The last rank says that it holds another version, and the folder is empty.
         if last:
             ep.versions.put(model.layers, Held(2, "other"))  # as after a flip of this rank alone
         dist.barrier()
         for part in folder.glob("v*"):
             part.unlink(missing_ok=True)
         dist.barrier()
+        # All hear who holds what, until the host says a version.
         said = f"rank 0 has version 1 of trainer .*, rank {size - 1} has version 2 of trainer other"
         with pytest.raises((EPStateError, RuntimeError), match=said):
             WeightReceiver(ep, model, folder)
         assert WeightReceiver(ep, model, folder, version=5).version == 5
         assert WeightReceiver(ep, model, folder).version == 5
+        # The last rank has joined, and has weights of none.
         if last:  # as a rank that has joined
             ep.versions.put(model.layers, FIRST)
         with pytest.raises((EPStateError, RuntimeError), match="has the weights that it began w"):
             WeightReceiver(ep, model, folder)
+        # A version of the trainer settles it, too.
         sender.send(6)
         dist.barrier()
         assert WeightReceiver(ep, model, folder).version == 6
@@ -431,6 +441,7 @@ def test_a_version_that_is_not_finite_on_one_rank_is_passed_over_by_all(rank, si
         receiver = WeightReceiver(ep, model, folder)
         sender.send(1)
         receiver.load(1)
+        # Version 2 has a NaN in an expert of the last rank.
         sent = sender._layers["layers.0"].experts
         sent.w_down[-1, 0, 0] = torch.nan if rank == size - 1 else 0.0
         sender.send(2)
@@ -440,12 +451,14 @@ def test_a_version_that_is_not_finite_on_one_rank_is_passed_over_by_all(rank, si
             model(randn(1, D))
             stop.fill_(receiver.problem is not None)
             dist.all_reduce(stop, dist.ReduceOp.MIN)
+        # It says where, and the others that it has not taken the version.
         last = f"rank {size - 1} has not taken version 2: its `problem` says why"
         where = f"version 2 .* not finite in float32: `w_down` of expert {E - 1} of 'layers.0'"
         assert re.match(where if rank == size - 1 else last, str(receiver.problem))
         with pytest.raises((TimeoutError, RuntimeError), match=where):
             receiver.load(2, 0.01)
         assert receiver.version == 1 and re.match(where, str(receiver.problem))
+        # The next version is taken.
         sent.w_down[-1, 0, 0] = 0.0
         sender.send(3)
         receiver.load(3)
@@ -473,6 +486,7 @@ def test_a_version_that_goes_while_it_is_read(rank, size, folder, starts, monkey
         model = Model(ep, 0, layers=1)
         sender = WeightSender(model, folder, keep=2)
         receiver = None if starts else WeightReceiver(ep, model, folder, dense=model.take_routers)
+        # Versions 2 and 3 push version 1 out while it is mapped.
         send(model, sender, 1)
         dist.barrier()
         monkeypatch.setattr(receiver_module, "map_version", overtaken)
@@ -513,11 +527,13 @@ def test_of_replicas_the_first_one_writes(rank, size, folder, sharded):
             torchs_fully_shard(model.layers[0].experts, mesh=mesh["replicate"])
         sender = WeightSender(model, folder)
         dense = {"a": torch.ones(2)}
+        # Each version has one part.
         for version in () if sharded else (1, 2):
             sender.send(version, dense if rank == 0 else None)
             dist.barrier()
             assert newest_version(folder) == version == len([*folder.glob("v*")])
             dist.barrier()
+        # Other replicas may not give dense weights, nor may sharded experts be sent.
         if sharded or rank:
             with pytest.raises(
                 ValueError, match="give ExpertParallel the mesh" if sharded else "first replica"
@@ -531,12 +547,14 @@ def test_a_trainer_of_other_ranks_goes_on(rank, size, folder):
     if size < 2:
         pytest.skip("there are no other ranks")
     with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M)) as ep:
+        # A trainer of all ranks leaves two versions and a draft.
         sender = WeightSender(Model(ep, 0), folder)
         for version in (8, 9):
             sender.send(version)
         (folder / f".v0000000000010.{ep.origin}.0.{rank}-of-{size}").touch()  # it dies
         dist.barrier()
     alone = dist.new_group([0])
+    # One of a single rank begins above them, and clears them away.
     if rank == 0:
         with ExpertParallel(
             make_config(1, experts=E, top_k=K, hidden=D, max_tokens=M), alone

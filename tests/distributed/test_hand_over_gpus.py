@@ -71,9 +71,11 @@ def wrong_outputs(
     """Serve until the last version. The host waits for no step."""
     ep = model.layers[0].ep
     x = randn(M, D, seed=9).to(ep.config.model.torch_dtype).to(ep.device)
+    # What each version gives.
     wanted = torch.stack([Model(ep, version, fp8)(x) for version in range(last + 1)])
     assert len({int(one.view(torch.int16).sum()) for one in wanted}) > last, "versions differ"
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    # Steps until the last version, each compared on the device.
     step, y = step_of(model, x)
     random = Random(ep.rank)
     wrong = torch.zeros((), dtype=torch.int64, device=ep.device)
@@ -88,6 +90,7 @@ def wrong_outputs(
         step()
         wrong += (y != wanted[max(receiver.version, 0)]).sum()
         steps += 1
+    # The weights have kept their addresses.
     ep.check()
     assert [parameter.data_ptr() for parameter in model.parameters()] == addresses, (
         "graphs have them"
@@ -107,6 +110,7 @@ def test_a_replay_meets_one_version(rank, size, device, folder, kind):
     ):
         model = Model(ep, 0, fp8 and not trains)
         if trains:
+            # The trainer sends versions, some of which the next one overtakes.
             sender = WeightSender(model, folder, keep=2, **sends)
             dist.barrier()
             for version in range(1, last + 1):
@@ -115,6 +119,7 @@ def test_a_replay_meets_one_version(rank, size, device, folder, kind):
                     wait_for(folder, version)
         else:
             dist.barrier()
+            # The server replays meanwhile.
             receiver = WeightReceiver(ep, model, folder, dense=model.take_routers, **receives)
             wrong = wrong_outputs(model, receiver, folder, last, fp8, kind == CAPTURES)
             receiver.load(last)
@@ -132,6 +137,7 @@ def test_a_version_that_went_with_its_trainer(rank, make_ep, folder):
     senders = [WeightSender(model, folder)]
     began = []
     senders[0].send(3)
+    # A server begins while the trainer is there, and one after it has gone.
     for _ in range(2):
         dist.barrier()
         receiver = WeightReceiver(model.layers[0].ep, model, folder)
@@ -139,6 +145,7 @@ def test_a_version_that_went_with_its_trainer(rank, make_ep, folder):
         receiver.close()
         dist.barrier()
         senders.clear()
+    # Another trainer comes.
     senders.append(WeightSender(model, folder))
     receiver = WeightReceiver(model.layers[0].ep, model, folder)
     senders[0].send(4)

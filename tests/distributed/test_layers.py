@@ -57,6 +57,7 @@ def test_a_layer_in_mxfp4_is_that_of_its_values(make_ep, rank, size, payload):
     width = 128
     sizes = {"experts": E, "top_k": K, "hidden": width, "max_tokens": 130}
     ep = make_ep(dtype="bfloat16", exchange={"payload": payload}, **sizes)
+    # Weights in MXFP4, and their values in bf16.
     packed = {}
     plain = {}
     for seed, (name, shape) in enumerate({"gate_up": (2 * D, width), "down": (width, D)}.items()):
@@ -66,6 +67,7 @@ def test_a_layer_in_mxfp4_is_that_of_its_values(make_ep, rank, size, payload):
         MoELayer.from_full(ep, randn(E, width, seed=9), **given) for given in (packed, plain)
     )
     assert not any(parameter.requires_grad for parameter in layer.parameters())
+    # Calls of any size, some with padding of NaN.
     for T, real in [(2 * rank, None), (16, 12), (0, None), (1, 1), (130, None)]:
         x = randn(T, width, dtype=torch.bfloat16, seed=rank).to(ep.device)
         x[real:] = torch.nan if real is not None else x[real:]
@@ -77,6 +79,7 @@ def test_a_layer_in_mxfp4_is_that_of_its_values(make_ep, rank, size, payload):
             if ep.device.type == "cpu"
             else assert_close(got, want, slack=4) is None
         )
+    # A token of NaN changes no other.
     x = randn(16, width, dtype=torch.bfloat16, seed=rank).to(ep.device)
     want = layer(x)
     x[3] = torch.nan
@@ -111,6 +114,7 @@ def test_allocation_equals_the_plan(make_ep, rank, size, device, payload):
     want = MemoryPlan.build(make_config(size, **options), rank)  # before anything is allocated
     assert mapped_windows() == []
     ep = make_ep(**options)
+    # What is mapped, and each buffer, has the bytes of the plan.
     plan = ep.memory_plan()
     if ep.device.type == "cpu":
         assert (
@@ -122,6 +126,7 @@ def test_allocation_equals_the_plan(make_ep, rank, size, device, payload):
     assert {name: view.nbytes for name, view in views.items()} == {
         b.name: b.nbytes for b in plan.buffers
     }
+    # Nothing is left behind.
     ep.close()
     del ep, views
     assert mapped_windows() == []
@@ -156,6 +161,7 @@ def deep_layer(make_ep, device, request):
         capacity={"gap_rows": "undefined"},
         exchange={"payload": payload},
     )
+    # Weights of this rank, in fp8 or bf16.
     local = ep.placement.logical_experts(ep.rank)
     plain = [
         (randn(E, *shape, seed=i)[local] / shape[1] ** 0.5).to(device)
@@ -169,6 +175,7 @@ def deep_layer(make_ep, device, request):
     else:
         experts = GroupedExperts(*(w.bfloat16() for w in plain), **options)
     assert experts.gemm == "deep_gemm" and experts.batch_invariant is invariant
+    # With shared experts.
     shared = torch.nn.Linear(D, D, bias=False, dtype=torch.bfloat16, device=device).requires_grad_(
         False
     )
@@ -221,10 +228,12 @@ def test_captured_layers_with_nan_in_gaps(deep_layer, rank):
     ep = deep_layer.ep
     random = Random(rank)
     xs = [randn(random.randint(0, 300), 512, seed=i).bfloat16().to(ep.device) for i in range(50)]
+    # What eager calls return, and a graph of all of them.
     deep_layer(xs[0].new_zeros(300, 512))
     eager = [deep_layer(x).clone() for x in xs]
     with torch.inference_mode():
         replay, ys = captured(lambda: [deep_layer(x) for x in xs])
+    # Replays over memory of NaN return the same.
     for _ in range(20):
         poison(ep)
         replay()

@@ -208,10 +208,12 @@ def test_a_checkpoint_with_the_optimizer(make_ep, rank, folder):
 
     step(0)
     checkpoint.save(models[0], folder / "state", optimizers[0])
+    # The second model is emptied, and loads the first one.
     with torch.no_grad():
         for value in models[1].parameters():
             value.zero_()
     checkpoint.load(models[1], folder / "state", optimizers[1])
+    # Further steps of both are the same.
     for _ in range(2):
         step(0)
         step(1)
@@ -250,18 +252,22 @@ def test_what_is_refused(make_ep, size, rank, folder):
     ep = make_ep(experts=E, top_k=K, hidden=D)
     model = adapted(ep, ())
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    # A call before the adapters are spread.
     with pytest.raises(RuntimeError, match="must have DTensors only"):
         model(randn(T, D))
+    # An optimizer of the factors of before.
     spread_adapters(model)
     before = whole(model)
     model(randn(T, D, seed=rank)).sum().backward()
     with pytest.raises(RuntimeError, match="factors of before `spread_adapters`"):
         optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in whole(model).items())
+    # PEFT's own save, which would have one rank's experts.
     if rank == 0:
         with pytest.raises(RuntimeError):
             model.save_pretrained(folder / "by peft")
     assert not list(folder.glob("by peft/*.safetensors"))
+    # A model without adapters, and experts that no DTensor splits evenly.
     with pytest.raises(ValueError, match="must be one of PEFT, got Model"):
         checkpoint.save_adapter(Model(ep), folder / "ours")
     chunk = -(-(E + 1) // size)

@@ -150,9 +150,11 @@ def test_experts_that_fail(make_ep, rank, size, kind, on_abort, everywhere):
     layer, _ = full_layer(ep)
     layer.experts = fragile = Fragile(layer.experts)
     x = randn(9, D, seed=rank).to(ep.device)
+    # Twice a round in which experts fail on one rank or on all.
     whole = layer(x)
     for n in (2, 4):
         fragile.error = error if everywhere or rank == GIVER else None
+        # The caller gets the error, or the others hear of it.
         with within(SOON_S):
             if kind == "columns" and fragile.error:
                 with pytest.raises(ValueError, match="`expert_rows` must be"):
@@ -165,6 +167,7 @@ def test_experts_that_fail(make_ep, rank, size, kind, on_abort, everywhere):
                 hears_of(ep, lambda: layer(x), epoch=n)
             else:
                 assert layer(x).isfinite().all()
+            # The next round is whole.
             fragile.error = None
             assert torch.equal(layer(x), whole)
     ep.check()

@@ -204,6 +204,7 @@ def test_ranks_with_other_tables_hear_of_it(ep, slots, several, rank, first):
     """
     moves = begin(slots, 10 + rank)
     dist.barrier()
+    # Who looks learns of it, and begins with the right table.
     for turn in (rank == 0, rank > 0) if first else (True,):
         if turn:
             with pytest.raises(EPRefusedError, match="were given other slots"):
@@ -267,6 +268,7 @@ def test_copies_move_where_no_more_are_allowed(make, size, seed):
 def test_weights_that_fail_begin_nothing(ep, slots, several, rank):
     """And all ranks drop each such call."""
     target = draw_table(ep, seed=3)
+    # Four calls that fail on rank 0,
     if rank == 0:
         with pytest.raises(ZeroDivisionError):
             ep.replace(target, lambda tag, slot: [torch.zeros(1 // 0)])
@@ -276,12 +278,14 @@ def test_weights_that_fail_begin_nothing(ep, slots, several, rank):
         with pytest.raises(ValueError, match="`weights` must"):
             ep.replace(target, lambda tag, slot: [slots.rows[0, slot, : slot + 1]])
     else:
+        # and are refused on the others.
         for _ in range(4):
             moves = ep.replace(target, slots.of)
             with pytest.raises(EPRefusedError, match=r"rank\(s\) \[0.*raised in `replace`"):
                 ep.apply()
             assert moves.done and 0 in moves.refused_by
     assert ep.health().refused_plans == 4
+    # The next one moves everywhere.
     ep.replace(target, slots.of)
     ep.apply()
     play(ep, slots, 2, 2, 5)
@@ -290,6 +294,7 @@ def test_weights_that_fail_begin_nothing(ep, slots, several, rank):
 def test_moves_that_a_rank_does_not_begin_can_be_cancelled(ep, slots, several, rank):
     """They end at once, and no rank waits for it. It hears of it when it comes."""
     target = draw_table(ep, seed=3)
+    # All but rank 0 begin, and see for whom they wait.
     if rank:
         moves = ep.replace(target, slots.of)
     dist.barrier()
@@ -300,17 +305,20 @@ def test_moves_that_a_rank_does_not_begin_can_be_cancelled(ep, slots, several, r
             assert not moves.done and time.monotonic() < deadline
     dist.barrier()
     if rank:
+        # One of them cancels.
         if rank == 1:
             moves.cancel()
         ep.apply()
         assert moves.done and moves.cancelled and moves.version == -1
     dist.barrier()
+    # Rank 0 comes, and hears that they were cancelled.
     if rank == 0:
         moves = ep.replace(target, slots.of)
         ep.apply()
         assert moves.done and moves.cancelled
     for seed in range(2 * L):
         play(ep, slots, seed, seed % L, 5)
+    # All begin anew.
     ep.replace(target, slots.of)
     ep.apply()
     play(ep, slots, 9, 2, 5)
@@ -410,6 +418,7 @@ def test_weights_that_fail_later_are_asked_for_again(make, size):
             raise ZeroDivisionError
         return slots.of(tag, slot)
 
+    # Every second time the weights fail, once the moves have begun.
     started = False
     moves = ep.replace(draw_table(ep, seed=3), weights)
     started = True
@@ -418,6 +427,7 @@ def test_weights_that_fail_later_are_asked_for_again(make, size):
             ep.poll()
         except ZeroDivisionError:
             continue
+    # All bytes have come all the same.
     assert ep.live is not None and moves.copied_bytes == moves.total_bytes == ep.live.moved_bytes
     dist.barrier()
     slots.check()
@@ -499,6 +509,7 @@ def test_moves_end_with_their_windows(ep, slots):
 def test_apply_names_a_late_rank_and_goes_on_later(ep, slots, several, rank):
     target = draw_table(ep, seed=3)
     if rank:
+        # All but rank 0 wait for it, and say so.
         moves = ep.replace(target, slots.of)
         moves.deadlines = Deadlines(0.05, 0.05, lambda: 2)
         with pytest.raises(EPTimeoutError, match=r"waited for rank\(s\) \[0\].*call `apply` again"):
@@ -506,6 +517,7 @@ def test_apply_names_a_late_rank_and_goes_on_later(ep, slots, several, rank):
         assert 1 <= moves.stalls <= 4 and moves.waits_for() == [0] and ep.live is not None
         assert ep.live.stalls == moves.stalls
     dist.barrier()
+    # It comes, and all go on.
     if rank == 0:
         ep.replace(target, slots.of)
     ep.apply()

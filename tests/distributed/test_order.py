@@ -34,6 +34,7 @@ class Stages:
         inputs = given(ep, self.tokens)
         experts = capturable_experts(ep)
         torch.cuda.synchronize()
+        # A graph of each stage.
         self.dispatch = torch.cuda.CUDAGraph()
         self.combine = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.dispatch):
@@ -93,6 +94,7 @@ def test_graphs_of_one_stage(make_stages, rank, size, device, stage):
     ep = stages.ep
     dispatch = stages.dispatch
     combine = stages.combine
+    # Rank 0 replays again what it has just replayed.
     if stage == "dispatch":
         stages.replay(dispatch)
         (dispatch if rank == 0 else combine).replay()
@@ -109,6 +111,7 @@ def test_graphs_of_one_stage(make_stages, rank, size, device, stage):
         assert not stages.y.any()
         with pytest.raises(EPOrderError if rank == 0 else EPTimeoutError):
             ep.poll()
+    # A new group works.
     goes_on(ep, stages.tokens)
 
 
@@ -145,6 +148,7 @@ def test_a_stage_that_starts_within_another(make_stages, rank, size, device):
     if size == 1:
         pytest.skip("dispatch waits for nobody")
     stages = make_stages(num_sms=16)
+    # On streams that nobody orders.
     if rank == 0:
         with torch.cuda.stream(torch.cuda.Stream()):
             stages.dispatch.replay()
@@ -153,6 +157,7 @@ def test_a_stage_that_starts_within_another(make_stages, rank, size, device):
             stages.combine.replay()
         torch.cuda.synchronize()
     dist.barrier()
+    # The others come now.
     if rank != 0:
         stages.dispatch.replay()
         stages.combine.replay()

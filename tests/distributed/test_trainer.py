@@ -189,10 +189,12 @@ def test_a_loop_of_accelerate(checkpoint, folder, rank, size):
     def make() -> tuple[Accelerator, Any, Any]:
         return prepared(load(checkpoint, **FUNCTION))
 
+    # Steps, a save in their middle, and the rest.
     accelerator, model, optimizer = make()
     steps(accelerator, model, optimizer, range(SAVED))
     accelerator.save_state(str(folder / "state"))
     log = steps(accelerator, model, optimizer, range(SAVED, STEPS))
+    # Another model goes on from there.
     accelerator, again, optimizer = make()
     accelerator.load_state(str(folder / "state"))
     assert steps(accelerator, again, optimizer, range(SAVED, STEPS)) == log

@@ -55,6 +55,7 @@ def test_pairs_without_room_are_dropped_forward_and_backward(make_ep, rank, size
     x, ids, weights, grad = draw(rank, 40, ep.device)
     x.requires_grad_(), weights.requires_grad_()
     dropped = []
+    # Room for all rows, for some and for none.
     for num_rows in (256, 24, 0):
         x.grad = weights.grad = None
         y, routed = doubled(exchange, x, ids, weights, weights_on=weights_on, num_rows=num_rows)
@@ -64,6 +65,7 @@ def test_pairs_without_room_are_dropped_forward_and_backward(make_ep, rank, size
             assert abs((tensor * tensor.grad).sum().item() - product) <= 1e-3 * max(
                 1.0, abs(product)
             )
+        # Pairs whose weight has no gradient are those without room.
         ids_here = (ids >= 0) & (ids < E)
         counts = torch.stack([(ids_here & (weights.grad == 0)).sum(), ids_here.sum()]).cpu()
         torch.distributed.all_reduce(counts)
@@ -89,6 +91,7 @@ def test_a_weight_that_is_not_finite_makes_no_row(exchange, rank, T, weights_on)
         y.backward(grad)
         return [y.detach(), x_.grad, weights_.grad, routed.expert_offsets]
 
+    # Weights of NaN and Inf, beside the same call without these pairs.
     spoiled = weights.masked_scatter(bad, weights.new_tensor([torch.nan, torch.inf, -torch.inf]))
     got = run(ids, spoiled)
     for mine, want in zip(got, run(ids.masked_fill(bad, -1), weights.clone()), strict=True):

@@ -68,6 +68,7 @@ def test_sharded_parts_and_ranks_that_run_askew(make_ep, size, kind):
     options = {"experts": E, "top_k": K, "hidden": D, "max_tokens": 16, "timeout_s": 20.0}
     ep = make_ep(**options, routing={"renormalize": True})
     plain, sharded = (Model(kind, ep).to(ep.device) for _ in range(2))
+    # Each rank sleeps in front of blocks, as long as it likes.
     for block in sharded.blocks:
         random = Random(ep.rank)
         block.register_forward_pre_hook(
@@ -77,6 +78,7 @@ def test_sharded_parts_and_ranks_that_run_askew(make_ep, size, kind):
     for module in (*sharded.blocks, sharded):
         fully_shard(module, mesh=mesh)
     alone = Model(kind)
+    # Both have the numbers of one process.
     want = train_alone(alone, sgd(alone.parameters()), steps=range(STEPS))
     for model, averages in ((plain, True), (sharded, False)):
         for name, value in train(model, ep, averages).items():
@@ -196,6 +198,7 @@ def test_a_checkpoint_within_own_experts(make_ep, size, reentrant, is_parametriz
     for each in (alone, module) if is_parametrized else ():
         torch.nn.utils.parametrize.register_parametrization(each, "weight", torch.nn.Tanh())
     x = randn(e, 3, seed=ep.rank).to(ep.device).requires_grad_()
+    # Spread experts have the gradients of experts that are not.
     for calls in (1, 2):
         module(x).square().sum().backward()
         alone(x.detach().requires_grad_()).square().sum().backward()
@@ -204,6 +207,7 @@ def test_a_checkpoint_within_own_experts(make_ep, size, reentrant, is_parametriz
     for got, want in zip(module.parameters(), alone.parameters(), strict=True):
         assert torch.equal(got.grad.to_local(), want.grad)
     if not is_parametrized:
+        # A copy computes again by itself, and leaves no cycle.
         other = copy.deepcopy(module)
         y = other(x)
         assert (module.calls, other.calls) == (2, 3) and torch.equal(y, module(x))

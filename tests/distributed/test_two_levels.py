@@ -72,6 +72,7 @@ def test_against_the_dense_reference(make_ep, rank, size, device, half, case):
     ranks_per_node = case["ranks_per_node"] if device.type == "cpu" else half
     if ranks_per_node > int(os.environ["LOCAL_WORLD_SIZE"]):
         pytest.skip("the ranks of a node must be on one machine")
+    # Owners of a table are ranks of this size.
     placement = dict(PLACEMENTS[case["placement"]])
     if "assignment" in placement:
         placement["assignment"] = [owner % size for owner in placement["assignment"]]
@@ -81,12 +82,14 @@ def test_against_the_dense_reference(make_ep, rank, size, device, half, case):
         "dtype": "bfloat16",
         "placement": placement,
     }
+    # One group for all rounds.
     ep = make_ep(
         case["ll_max_tokens"],
         ranks_per_node=ranks_per_node,
         exchange={"payload": payload},
         **options,
     )
+    # Rounds of all, some and no tokens, each twice.
     for n in range(6):
         T = (16, 5 * rank % 17, 0, 7 * (rank % 2), 1, 16 - rank)[n]
         kind = ("uniform", "zipf", "adversarial")[n % 3]
@@ -112,10 +115,12 @@ def test_at_most_so_many_tokens(make_ep, rank, size, device, nodes):
     """A slab of as many slots as the call has tokens is enough, and no slab is longer than S."""
     ep = make_ep(ranks_per_node=size // (nodes if device.type == "cpu" else 2))
     tokens = make_tokens(ep.config, rank, 1)
+    # Slabs of so many slots.
     for n, rows in ((1, 1), (5, 5), (16, 16), (17, 16), (None, 16)):
         with ep.at_most(n):
             assert_y(run_round(ep, tokens), ep.config, tokens)
             assert ep.exchange.slabs.slab_rows == rows
+    # What is no number of tokens, and more tokens than there is room for.
     for n in (-1, True, 2.0):
         with (
             pytest.raises(ValueError, match="`tokens` must be an int of at least 0"),

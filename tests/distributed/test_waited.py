@@ -28,6 +28,7 @@ def test_the_late_rank_is_told_from_the_others(make_ep, rank, size, device, stag
     d = ep.dispatch(*inputs) if stage == "combine" else None
     before = ep.health().waited_s
     assert ep.health(wait=False) == ep.health()
+    # The last rank comes once all others have waited for so long.
     keys = [f"waits{r}" for r in range(late)]
     if rank == late and keys:
         store().wait(keys)
@@ -41,6 +42,7 @@ def test_the_late_rank_is_told_from_the_others(make_ep, rank, size, device, stag
         took = time.perf_counter() - started
     if rank != late:
         store().delete_key(keys[rank])
+    # The others have waited for it, and it for nobody.
     waited = [after - b for after, b in zip(ep.health().waited_s, before, strict=True)]
     if stage == "dispatch":
         ep.abort(d)
@@ -62,11 +64,13 @@ def test_a_wait_that_another_rank_ends_counts(make_ep, rank, size, device):
     inputs = given(ep, first_round(ep, 6))
     before = ep.health().waited_s[0]
     dist.barrier()
+    # Rank 1 leaves once rank 2 waits,
     if rank == 1:
         store().wait(["waits"])
         with suppress(LookupError), ep:
             raise LookupError
     elif rank == 2:
+        # whose wait ends at once, and counts.
         started = time.perf_counter()
         with says_that_it_waits("waits", BRIEF_S), pytest.raises(epmoe.EPTimeoutError):
             ep.dispatch(*inputs)
@@ -83,6 +87,7 @@ def test_a_wait_that_an_exception_ends_counts_until_then(make_ep, rank, size, de
     ep = make_ep()
     inputs = given(ep, make_tokens(ep.config, rank, 6))
     if rank == 0:
+        # The first wait ends by Ctrl-C, before any other rank has come,
         sent = ep.dispatch_send(*inputs)
         started = time.perf_counter()
         with ctrl_c(after_s=0.15):
@@ -91,6 +96,7 @@ def test_a_wait_that_an_exception_ends_counts_until_then(make_ep, rank, size, de
         assert first[0] == 0 and all(
             0.1 < seconds < time.perf_counter() - started for seconds in first[1:]
         )
+        # and the second one by their coming.
         dist.barrier()
         d = ep.dispatch_recv(sent)
         assert ep.health().waited_s >= first

@@ -102,16 +102,16 @@ def test_no_rank_that_lives_is_lost_on_a_busy_machine(host, cycles):
 
 def lose_the_last_word(state) -> None:
     """The next opening ends well on the other ranks, and this one does not learn it."""
-    part = Peers.part
+    substep = Peers.substep
 
     @contextmanager
     def cut(self: Peers, then: Callable[[], object]) -> Iterator[None]:
-        with part(self):
+        with substep(self):
             yield
-        Peers.part = part
+        Peers.substep = substep
         raise MissingRankError(self, RuntimeError("the connection was lost"))
 
-    Peers.part = cut
+    Peers.substep = cut
 
 
 @pytest.mark.parametrize("joins", [False, True])

@@ -92,15 +92,15 @@ class Begun:
 
     def __init__(self) -> None:
         self.yes = False
-        part = Peers.part
+        substep = Peers.substep
 
         @contextmanager
         def recorded(peers: Peers, then: Callable[[], object] = lambda: None) -> Iterator[None]:
-            with part(peers, then):
+            with substep(peers, then):
                 self.yes = True
                 yield
 
-        Peers.part = recorded
+        Peers.substep = recorded
 
 
 def prepare(state) -> None:

@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from exchanges import make_config
 from helpers import randn
 from host import Host
-from storm.acts import Act, GroupCalls, Totals, WrongError, all_whole, ended
+from storm.acts import WHOLE, Act, GroupCalls, Totals, WrongError, all_whole, ended
 from storm.calls import Outcome, of_regroup
 from torch import Tensor, nn
 
@@ -225,10 +226,12 @@ def save(state) -> int:
 
 
 @torch.no_grad()
-def load(state, version: int) -> None:
-    """A checkpoint, which has this version."""
+def load(state, versions: list[int]) -> int:
+    """A checkpoint, which has one of these versions. Returns it."""
     checkpoint.load(state.model, state.folder / "checkpoint")
-    state.version = version
+    router = state.model.layers[0].router_weight
+    [state.version] = [one for one in versions if torch.equal(router, weights(one, 0)[0])]
+    return state.version
 
 
 @torch.no_grad()
@@ -323,7 +326,8 @@ class Served(Act):
         """of the versions that a trainer has begun to send"""
         self.whole = FIRST
         """the newest whole one in the folder"""
-        self.saved: int | None = None
+        self.saved = list[int]()
+        """the versions that the checkpoint may have: several where a rank has died in `save`"""
         self.trainers = list[int]()
 
     def begin(self) -> None:
@@ -490,7 +494,7 @@ class Served(Act):
                 recover, self.board, again=of_regroup, signalled=False, meanwhile=kill
             ),
             lambda: self.all_call(receive, signalled=False, meanwhile=kill),
-            lambda: self.all_call(save, signalled=False, meanwhile=kill),
+            lambda: self._die_in_save(kill),
         ]
         self.draw.choices(calls, [5, 1, 1, 1, 1])[0]()
         self.recover()
@@ -517,14 +521,25 @@ class Served(Act):
             self.together(put, layer, number, seed, signalled=signalled)
 
     def save(self) -> None:
-        self.saved = self.together(save)[0]
+        self.saved = self.together(save)[:1]
+
+    def _die_in_save(self, kill: Callable[[float], None]) -> None:
+        """Survivors that have succeeded know that there is a new checkpoint; others do not."""
+        outcomes = self.all_call(save, signalled=False, meanwhile=kill)
+        values = [outcome.value for outcome in outcomes.values() if outcome.ended == WHOLE]
+        if values:
+            self.saved = values[:1]
+        elif self.saved:
+            self.saved = sorted({*self.saved, self.version})
 
     def load(self) -> None:
         """The host loads a checkpoint, and says so."""
-        if self.saved is None:
+        if not self.saved:
             return
-        version = self.saved
-        self.together(load, version)
+        versions = set(self.together(load, self.saved))
+        assert len(versions) == 1, f"ranks load {versions}"
+        [version] = versions
+        self.saved = [version]
         outcomes = self.all_call(play, 1, False, self.adapters, 5, signalled=False)
         assert all_whole(outcomes), f"behind a checkpoint: {ended(outcomes)}"
         self.version = version

@@ -31,8 +31,10 @@ from epmoe.exchange.handles import Dispatched, HoldsWindows, Layout, RoundShape,
 from epmoe.exchange.health import Health
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.node import NodeExchange
+from epmoe.exchange.processors import processor_of
 from epmoe.exchange.round_state import CLOSED
-from epmoe.group.checks import check_size, config_of, device_of, group_of
+from epmoe.exchange.transports import addresses_of, device_of
+from epmoe.group.checks import check_size, config_of, group_of
 from epmoe.group.errors import (
     EPOpenError,
     EPRefusedError,
@@ -45,7 +47,6 @@ from epmoe.group.member import Follower
 from epmoe.group.peers import Peers
 from epmoe.group.recovery import Confirm, Wanted, regroup, take_in
 from epmoe.group.store import Store
-from epmoe.group.waiting import device_ends
 from epmoe.live.balancer import Balancer
 from epmoe.live.experts import LiveExperts
 from epmoe.live.held import HeldVersions
@@ -61,7 +62,7 @@ from epmoe.native.arguments import (
     token_count,
 )
 from epmoe.native.layouts import constant
-from epmoe.rail.opening import addresses_on, load, open_exchange, prepare
+from epmoe.rail.opening import open_exchange, prepare
 
 _Result = TypeVar("_Result")
 # Ranks that leave try so often to move their experts to the others.
@@ -191,7 +192,7 @@ class ExpertParallel(HoldsWindows):
         # What outlives groups.
         self.followers = WeakSet()
         self.versions = HeldVersions()
-        self._addresses = addresses_on(self.device)
+        self._addresses = addresses_of(config, self.device)
         self._layouts = dict[int, object]()  # of each generation
         # For `health` of any thread: the memory of its counts stays.
         self._reading = RLock()
@@ -307,7 +308,7 @@ class ExpertParallel(HoldsWindows):
         # Become a rank of the new group.
         try:
             # A kernel that still runs must keep its windows.
-            if not device_ends(self.device, timeout_s):
+            if not self._addresses.processor.ends(timeout_s):
                 raise TimeoutError("the GPU has not finished its work")
             with torch.device("cpu"):
                 self._join(peers, config, request, confirm, asleep)
@@ -1124,9 +1125,7 @@ class ExpertParallel(HoldsWindows):
         """
         joined: _Joined | None = None
         caller = get_ident()
-        stream = None
-        if self.device.type == "cuda":
-            stream = torch.cuda.current_stream(self.device)
+        stream = self._addresses.processor.stream()
 
         # The last step, once all ranks have opened their windows: on a thread of its own.
         def become() -> None:
@@ -1374,7 +1373,7 @@ def join_group(
         device_type = "cuda"
     else:
         device_type = "cpu"
-    load(torch.device(device_type))
+    processor_of(torch.device(device_type)).load()
 
     # Called once the others have taken this rank in.
     def make(config: EPConfig, confirm: Confirm) -> ExpertParallel:

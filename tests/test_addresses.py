@@ -12,14 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from epmoe.exchange.addresses import Addresses, HostMemory, Places
+from epmoe.exchange.addresses import Addresses
+from epmoe.exchange.places import HostMemory, Places
+from epmoe.exchange.processors import processor_of
 
 NBYTES = 3 * HostMemory.granule
 
 
 @pytest.fixture
 def addresses() -> Addresses:
-    return Addresses(HostMemory())
+    return Addresses(HostMemory(), processor_of(torch.device("cpu")))
 
 
 def mapped(places: Places, ranks: int, value: int) -> list[Tensor]:
@@ -86,7 +88,9 @@ def test_windows_in_use_keep_theirs(addresses):
 
 
 def test_memory_is_free_once_the_last_tensor_is_gone():
-    view = mapped(Addresses(HostMemory()).windows(2, NBYTES), 2, 1)[1][:8].view(torch.int64)
+    addresses = Addresses(HostMemory(), processor_of(torch.device("cpu")))
+    view = mapped(addresses.windows(2, NBYTES), 2, 1)[1][:8].view(torch.int64)
+    del addresses
     assert ranges_of_windows() == 2 and view.item() == 0x0101010101010101
     child = os.fork()
     if not child:

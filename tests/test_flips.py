@@ -12,9 +12,10 @@ import torch
 from helpers import alone, full_layer, randn
 
 from epmoe import ExpertParallel, WeightReceiver, WeightSender
-from epmoe.live import copies, receiver, versions
+from epmoe.exchange import cpu
+from epmoe.live import receiver, versions
 
-FILES = {module.__file__ for module in (copies, receiver, versions)}
+FILES = {module.__file__ for module in (cpu, receiver, versions)}
 
 
 class Interrupted(Exception):

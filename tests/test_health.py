@@ -16,8 +16,10 @@ from epmoe.config.seats import Seats
 from epmoe.exchange.health import COUNTERS, STAGES, Health, Totals, raise_on_failure
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.mismatch import calls_of
-from epmoe.exchange.peek import Peek
+from epmoe.exchange.processors import processor_of
 from epmoe.native.layouts import struct
+
+CPU = processor_of(torch.device("cpu"))
 
 
 def counted(counters: torch.Tensor) -> dict[str, int]:
@@ -73,7 +75,7 @@ def test_the_count_of_rounds_goes_on_where_their_number_begins_again():
     """Also for a thread that has read the number before another one has."""
     buffers = MemoryPlan.build(epmoe.EPConfig.load("cpu_demo"), nvlink=False).buffers
     views = {buffer.name: torch.zeros(buffer.shape, dtype=buffer.dtype) for buffer in buffers}
-    totals = Totals(views)
+    totals = Totals(views, CPU)
     counts = []
     for rounds in (0, 5, 2**31 + 1, 2**32 - 1, 2**32, 2**32 + 7, 2**33 + 1):
         views["state"][0] = (rounds + 2**31) % 2**32 - 2**31
@@ -159,7 +161,7 @@ def test_a_mismatch_on_gpus_says_what_differs():
 
     # It is unpacked to the words of users.
     counts = count_words(shape)
-    assert calls_of({"recv.counts": counts}, Peek(counts)) == [
+    assert calls_of({"recv.counts": counts}, CPU.peek(counts)) == [
         {
             "hidden size (D)": D,
             "experts per token (K)": K,
@@ -183,7 +185,7 @@ def test_a_mismatch_on_gpus_says_what_differs():
         (shape ^ 1 << 25, {}),  # whether it has more rounds
     ):
         counts = count_words(shape, shape, other)
-        calls = partial(calls_of, {"recv.counts": counts}, Peek(counts))
+        calls = partial(calls_of, {"recv.counts": counts}, CPU.peek(counts))
         with pytest.raises(epmoe.EPMismatchError) as error:
             status = struct("Status")(code=2, epoch=3, missing=0b100)
             raise_on_failure(status, [0, 1, 2], Seats.full(3), rank=1, latched=True, calls=calls)

@@ -19,12 +19,11 @@ import torch
 from waits import SOON_S
 
 from epmoe.config.deadlines import RETURN_S, Deadlines
-from epmoe.exchange import node
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import CLOSED
 from epmoe.group.errors import EPStateError, EPTimeoutError
 from epmoe.native.layouts import constant
-from epmoe.rail import nccl, network_cuda
+from epmoe.rail import nccl
 from epmoe.rail.exchange import HierarchicalExchange
 from epmoe.rail.network_cuda import NetworkOnGPUs
 from epmoe.rail.rail import RailError, Transfer
@@ -363,19 +362,23 @@ def test_leftovers_are_no_call_that_differs():
         network.check()
 
 
-def test_the_node_is_told_before_its_windows_go(monkeypatch):
+def test_the_node_is_told_before_its_windows_go():
     """A transfer may turn out to be late while the GPU is waited for: the thread then cuts it, and
     tells the node.
     """
     order = list[str]()
     inside = NodeExchange.__new__(NodeExchange)
-    inside.device = torch.device("cpu")
+    inside.processor = SimpleNamespace(
+        ends=lambda *_: not order.append("ended"), turn_replays_away=lambda *_: None
+    )
+    inside.plan = SimpleNamespace(sizes={})
+    inside.views = {"state": None}
+    inside._addresses = SimpleNamespace(left=[])
     inside.deadlines = Deadlines(FIRST_S, TIMEOUT_S, lambda: 2)
     inside.window = SimpleNamespace(
         deaths=SimpleNamespace(close=lambda: None),
         places=SimpleNamespace(unmap=lambda: order.append("unmapped")),
     )
-    monkeypatch.setattr(node, "device_ends", lambda *_: not order.append("ended"))
     exchange_of(SimpleNamespace(node=inside, close=lambda: order.append("told"))).release()
     assert order == ["ended", "told", "unmapped"]
 
@@ -427,19 +430,19 @@ class Levels(NetworkOnGPUs):
         (RailError(), EPTimeoutError, []),
     ],
 )
-def test_a_start_that_an_exception_ends(monkeypatch, error, raised, lost):
+def test_a_start_that_an_exception_ends(error, raised, lost):
     """What is queued is unknown then: the others get this rank's name, not another round's rows.
     They get the rows of transfers that are under way, unless these last too long.
     """
     levels = Levels(error)
     lost_before = []
 
-    def device_ends(device: torch.device, timeout_s: float) -> None:
+    def ends(timeout_s: float) -> None:
         assert timeout_s < TIMEOUT_S
         lost_before.append([*levels.lost])
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(network_cuda, "device_ends", device_ends)
+    levels.node = SimpleNamespace(processor=SimpleNamespace(ends=ends))
     with pytest.raises(raised):
         levels.start(Transfer(torch.empty(0), torch.empty(0), [], []))
     assert levels.lost == [lost] and lost_before == [[]] * bool(lost)

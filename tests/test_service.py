@@ -28,10 +28,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from waits import LONG_S, SOON_S
 
 import epmoe
+from epmoe.exchange.gpu import Gpu
 from epmoe.exchange.window_nvlink import _check_peer_access
 from epmoe.group.peers import Peers
 from epmoe.native.arguments import check_tensor
-from epmoe.rail.opening import check_shared_memory
 
 
 def test_one_process_is_a_group_of_one():
@@ -241,7 +241,7 @@ def test_a_block_needs_shared_memory(monkeypatch, experts, kib, fits):
     config = alone(experts, hidden=256, dtype="bfloat16", topology={"ep_size": 8})
     said = rf"a block at most {kib} KiB .* {experts} physical experts over 8 ranks"
     with nullcontext() if fits else pytest.raises(ValueError, match=said):
-        check_shared_memory(config, torch.device("cuda", 0))
+        Gpu(torch.device("cuda", 0)).check(config)
 
 
 @dataclass(frozen=True)

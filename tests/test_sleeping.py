@@ -15,12 +15,15 @@ from torch import Tensor, nn
 
 import epmoe
 from epmoe import EPStateError, service
-from epmoe.exchange import addresses, node, window
+from epmoe.exchange import addresses, cpu, node, places, window
 from epmoe.group import deaths, join
 from epmoe.live import sleeping
 
 NBYTES = 2 << 20  # more than torch and the driver round to
-FILES = {module.__file__ for module in (addresses, deaths, join, node, service, sleeping, window)}
+FILES = {
+    module.__file__
+    for module in (addresses, cpu, deaths, join, node, places, service, sleeping, window)
+}
 
 
 def buffers(*tensors: Tensor) -> nn.Module:
@@ -186,7 +189,9 @@ def test_an_interrupted_call_loses_no_weights():
         for event in itertools.count():
             if name == "restore":
                 weights.offload()
-            with interrupted_at(event, {sleeping.__file__, addresses.__file__}) as interrupts:
+            with interrupted_at(
+                event, {sleeping.__file__, cpu.__file__, places.__file__}
+            ) as interrupts:
                 getattr(weights, name)()
             interrupted += interrupts.came
             if name == "restore" or not interrupts.came:

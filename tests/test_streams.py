@@ -17,10 +17,9 @@ import torch
 from helpers import NO_CUDA, ROOT, alone, is_right_in_a_fork
 
 import epmoe
-from epmoe.exchange import peek, unscheduled
-from epmoe.exchange.peek import Peek
-from epmoe.live.copies import GpuCopies
-from epmoe.live.mail import MailOnGPU
+from epmoe.exchange import unscheduled
+from epmoe.exchange.gpu import GpuCopies, GpuLane, GpuPeek, peek_stream
+from epmoe.live.mail import Mail
 from epmoe.local import side_stream
 from epmoe.local.side_stream import SideStream, record_point
 from epmoe.native import ops, streams
@@ -131,22 +130,21 @@ def groups() -> Iterator[list[epmoe.ExpertParallel]]:
         ep.close()
 
 
-def mail_of(ep: epmoe.ExpertParallel) -> MailOnGPU:
+def mail_of(ep: epmoe.ExpertParallel) -> Mail:
     assert ep.live is not None
-    mail = ep.live.mail
-    assert isinstance(mail, MailOnGPU)
-    return mail
+    return ep.live.mail
 
 
 def ours(groups: list[epmoe.ExpertParallel], copies: list[GpuCopies]) -> list[torch.cuda.Stream]:
     """Every stream of these groups, and those of the process."""
     device = groups[0].exchange.window.local.device
-    found = [peek._stream_of(device), *unscheduled._streams_of(device)]
+    found = [peek_stream(device), *unscheduled._streams_of(device)]
     found += side_stream._streams.values()
     found += [each._stream for each in copies]
     for ep in groups:
-        mail = mail_of(ep)
-        found += [mail._stream, mail._uploads, ep.exchange.window._stream]
+        lane = mail_of(ep)._lane
+        assert isinstance(lane, GpuLane)
+        found += [lane._stream, lane._uploads, ep.exchange.window._stream]
     return found
 
 
@@ -203,7 +201,7 @@ def test_a_capture_on_each_stream_of_torchs_beside_our_copies(groups):
     x = torch.arange(1024.0, device=device)
     weights = {"w": torch.ones(1 << 16, device=device)}
     spare = {"w": torch.zeros(1 << 16, device=device)}
-    look = Peek(x)
+    look = GpuPeek((x,))
     copies = GpuCopies(device)
     mail = mail_of(groups[0])
     source = torch.arange(8, dtype=torch.int64).pin_memory()

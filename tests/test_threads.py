@@ -23,7 +23,7 @@ from waits import SOON_S
 
 import epmoe
 from epmoe.exchange import sockets
-from epmoe.exchange.addresses import Places
+from epmoe.exchange.places import Places
 from epmoe.exchange.round_state import RoundState
 from epmoe.group import board, deaths, waiting
 from epmoe.group.store import OutlivingStore

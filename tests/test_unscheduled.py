@@ -15,8 +15,8 @@ from helpers import alone
 
 import epmoe
 from epmoe.exchange import unscheduled
-from epmoe.exchange.peek import Peek
-from epmoe.exchange.unscheduled import LOOK_S, CopyOfNow, LateStage, NextWork, Watch
+from epmoe.exchange.gpu import GpuPeek
+from epmoe.exchange.unscheduled import LOOK_S, CopyOfNow, LateStage, Marks, NextWork
 from epmoe.group import waiting
 from epmoe.native import layouts
 
@@ -38,7 +38,7 @@ class Gpu:
         before_launch = InStream(self), InStream(self)
         now = SimpleNamespace(read=self.state_now)
         errors = SimpleNamespace(read=lambda: struct.pack("<2q", *self.errors))
-        self.watch = Watch(before_launch, InStream(self), now, errors)
+        self.watch = Marks(before_launch, InStream(self), now, errors)
 
     def state_now(self) -> bytes | None:
         state = bytes(self.state) if self.shows else None
@@ -365,7 +365,7 @@ def test_a_copy_of_now_takes_another_queue(queues):
 
 def test_a_thread_that_did_not_run_while_a_copy_came(monkeypatch):
     queue = InQueue()
-    peek = Peek(torch.zeros(1))
+    peek = GpuPeek.__new__(GpuPeek)
     now = CopyOfNow([queue])
     times = [1.0, 0.0, 1.0, 0.0]  # it is late at once
     for module in (unscheduled, waiting):

@@ -31,10 +31,12 @@ from epmoe.bench.layer_sides import WholeLayer
 from epmoe.bench.peers import LeftOut, Peer
 from epmoe.config.config import EPConfig
 from epmoe.config.seats import Seats
+from epmoe.exchange.addresses import Addresses
+from epmoe.exchange.gpu_memory import GpuMemory
 from epmoe.exchange.memory import round_up
+from epmoe.exchange.processors import processor_of
 from epmoe.exchange.window_nvlink import NVLinkWindow
 from epmoe.group.peers import Peers
-from epmoe.rail.opening import addresses_on
 
 VERSION = "0.2.5"
 MULTIPROCESSORS = 132  # of H100 and H200 with SXM
@@ -237,11 +239,12 @@ class MegaMoERing(Peer):
         device = case.x_TD.device
         library = Kernel.of(case.ep.config, tokens).load(peers)
         nbytes = round_up(library.window_bytes(), 512)
+        addresses = Addresses(GpuMemory(device), processor_of(device))
         window = NVLinkWindow(
             [nbytes + 512] * peers.size,
             peers,
             Seats.full(peers.size),
-            addresses_on(device),
+            addresses,
             dead_at=nbytes,
         )
         windows_R = (ctypes.c_int64 * peers.size)(*(region.data_ptr() for region in window.regions))

@@ -22,10 +22,12 @@ from epmoe.bench.sample import Sample, wire_bytes
 from epmoe.bench.sides import Side, poison
 from epmoe.config.config import EPConfig
 from epmoe.config.seats import Seats
+from epmoe.exchange.addresses import Addresses
+from epmoe.exchange.gpu_memory import GpuMemory
+from epmoe.exchange.processors import processor_of
 from epmoe.exchange.window_nvlink import NVLinkWindow
 from epmoe.group.peers import Peers
 from epmoe.native import build
-from epmoe.rail.opening import addresses_on
 
 BLOCKS = (16, 32, 64, 128)
 # The first half is for the flags of the way out, the second for those of the way back.
@@ -65,13 +67,9 @@ class FloorWindow:
         row_bytes = wire_bytes(config.model.hidden_size, config.model.torch_dtype, "auto")
         self.region_bytes = rows * row_bytes
         nbytes = _FLAG_BYTES + 2 * self.region_bytes
-        self.window = NVLinkWindow(
-            [nbytes] * peers.size,
-            peers,
-            Seats.full(peers.size),
-            addresses_on(device),
-            dead_at=0,
-        )
+        addresses = Addresses(GpuMemory(device), processor_of(device))
+        seats = Seats.full(peers.size)
+        self.window = NVLinkWindow([nbytes] * peers.size, peers, seats, addresses, dead_at=0)
         # `FloorState` of each way.
         self.states = torch.zeros(2, 4, dtype=torch.int32, device=device)
         self.timeout_ns = int(config.exchange.timeout_s * 1e9)

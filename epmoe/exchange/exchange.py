@@ -23,10 +23,10 @@ from epmoe.exchange.call import Call
 from epmoe.exchange.handles import Dispatched, Layout, Sent
 from epmoe.exchange.health import STAGES, Health
 from epmoe.exchange.memory import MemoryPlan
+from epmoe.exchange.processor import Processor
 from epmoe.exchange.round_state import CLOSED, RETURNING, RoundState
 from epmoe.exchange.templates import Templates
 from epmoe.group.errors import EPMismatchError, EPTimeoutError
-from epmoe.group.waiting import device_ends
 
 ANOTHER_THREAD = (
     "another thread is in a call of this ExpertParallel: one thread at a time, so order their calls"
@@ -79,6 +79,7 @@ class Exchange(ABC):
     plan: MemoryPlan
     views: dict[str, Tensor]  # every buffer of the plan
     device: torch.device
+    processor: Processor  # of the device
     rank: int  # in the group
     global_ranks: list[int]  # [R]
     rounds: RoundState
@@ -253,7 +254,7 @@ class Exchange(ABC):
         Raises what `check` does, and EPTimeoutError also if the device does not end in time: then
         what was launched was perhaps never scheduled.
         """
-        if device_ends(self.device, timeout_s, self.check):
+        if self.processor.ends(timeout_s, self.check):
             return
         # What did not end is the stage that was launched last: of a closed round, combine.
         why = (

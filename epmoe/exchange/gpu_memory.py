@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-from epmoe.exchange.addresses import HostMemory, Memory
-
 # Enumerators of cuda.h.
 _PINNED = 1  # of `CUmemAllocationType`
 _POSIX_DESCRIPTOR = 1  # of `CUmemAllocationHandleType`
@@ -63,6 +61,8 @@ class GpuMemory:
     `wait` returns once nothing that was launched uses the memory any more: by default all that the
     GPU has to do.
     """
+
+    stays_readable = False
 
     def __init__(self, device: torch.device, wait: Callable[[], object] | None = None) -> None:
         self.device = device
@@ -159,10 +159,3 @@ class GpuMemory:
         if code == _OUT_OF_MEMORY:
             raise MemoryError(why)
         raise RuntimeError(why)
-
-
-def memory_of(device: torch.device) -> Memory:
-    """The kind of memory that windows and scratch on a device have."""
-    if device.type == "cpu":
-        return HostMemory()
-    return GpuMemory(device)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from epmoe.config.seats import Seats
 from epmoe.exchange.mismatch import Traits, differences
-from epmoe.exchange.peek import Peek
+from epmoe.exchange.processor import Processor
 from epmoe.group.errors import (
     EPAbortedError,
     EPMismatchError,
@@ -33,8 +33,6 @@ TOTALS = (
     "health.aborted_rounds",
 )
 _ROUNDS = "state"  # whose first 4 bytes are `dispatch_epoch` in `RoundState` of csrc/plan.h
-# How many epochs there are on each device; see `next_epoch` in csrc/cuda.
-_EPOCHS = {"cpu": 1 << 32, "cuda": (1 << 32) - 4}
 
 
 @dataclass(frozen=True)
@@ -110,10 +108,10 @@ class Totals:
     memory plan by name.
     """
 
-    def __init__(self, views: Mapping[str, Tensor]) -> None:
-        self._epochs = _EPOCHS[views[_ROUNDS].device.type]
+    def __init__(self, views: Mapping[str, Tensor], processor: Processor) -> None:
+        self._epochs = processor.num_epochs
         self._rounds = 0
-        self._peek = Peek(views[_ROUNDS][:1], *(views[name] for name in TOTALS))
+        self._peek = processor.peek(views[_ROUNDS][:1], *(views[name] for name in TOTALS))
 
     def read(self) -> Health:
         """The totals now. Those of a kernel under way are counted in part."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 
-import torch
 from torch import Tensor
 
 from epmoe.exchange.peek import LONG_S, Peek
@@ -35,8 +34,7 @@ def call_of(D: int, K: int, dtype: int, *, extra: bool, **more: object) -> Trait
 
 
 def calls_of(views: Mapping[str, Tensor], counted: Peek, extra: bool = False) -> list[Traits]:
-    """[R] of the last round, by source; [] from a GPU that has failed, and while a graph is
-    captured. See `call_of`.
+    """[R] of the last round, by source; [] from a GPU that has failed. See `call_of`.
 
     `counted` reads "recv.counts" of `views`, which only GPUs have.
     """
@@ -51,8 +49,6 @@ def calls_of(views: Mapping[str, Tensor], counted: Peek, extra: bool = False) ->
         return calls
 
     # GPUs: the second count word of each source, whose high half is the shape.
-    if counts.is_cuda and torch.cuda.is_current_stream_capturing():
-        return []
     with suppress(RuntimeError):
         (counts,) = counted.read_within(LONG_S) or (counts[:0],)
         return [_of_shape(word >> 32 & 0xFFFFFFFF, extra) for word in counts[:, 1].tolist()]

@@ -7,13 +7,11 @@ order.
 
 from __future__ import annotations
 
-import ctypes
-import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from threading import Lock, get_ident
+from threading import get_ident
 from time import monotonic
 from typing import Any, NoReturn
 
@@ -33,15 +31,14 @@ from epmoe.exchange.exchange import Exchange, takes_turn
 from epmoe.exchange.handles import Dispatched, Layout, Sent
 from epmoe.exchange.health import TOTALS, Health, Totals, raise_incomplete, raise_on_failure
 from epmoe.exchange.memory import MemoryPlan
-from epmoe.exchange.mismatch import calls_of
+from epmoe.exchange.mismatch import Traits, calls_of
 from epmoe.exchange.outputs import output_rows, refuse_layout, y_of
-from epmoe.exchange.peek import LONG_S, Peek
+from epmoe.exchange.peek import LONG_S
 from epmoe.exchange.round_state import CLOSED, DISPATCHED, RETURNING, SENT, RoundState
 from epmoe.exchange.templates import Templates
-from epmoe.exchange.unscheduled import LOOK_S, LateStage, NextWork, watch_of
+from epmoe.exchange.unscheduled import LOOK_S, LateStage, NextWork
 from epmoe.exchange.window import Window
 from epmoe.group.errors import EPAbortedError, EPOverflowError, EPStateError
-from epmoe.group.waiting import device_ends, interruptible
 from epmoe.native import ops
 from epmoe.native.layouts import constant, place, struct
 
@@ -94,7 +91,8 @@ class NodeExchange(Exchange):
         self.plan = plan
         self.window = window
         self._addresses = addresses
-        self.device = addresses.memory.device
+        self.processor = addresses.processor
+        self.device = self.processor.device
         self.global_ranks = global_ranks
         self.seats = seats
         self.seat = plan.sizes["rank"]
@@ -113,15 +111,15 @@ class NodeExchange(Exchange):
         if self._rows.is_inference():
             self._rows = None
         # An abort allocates nothing, so the memory of its y is there already.
-        if self.device.type == "cuda":
-            self._unread = self._memory_of_unread_y()
+        y_bytes = plan.sizes["M"] * plan.sizes["D"] * config.model.torch_dtype.itemsize
+        self._unread = self.processor.memory_of_unread_y(self.views["rows"], y_bytes)
 
         # What kernels count and read.
         self._clear_totals()
         self.mark_empty_seats()
         self._write_tables(placement)
-        # Otherwise `LiveExperts` writes the tables first.
-        if self.device.type == "cpu" or not config.placement.live:
+        # Where experts move `LiveExperts` writes their tables first.
+        if not config.placement.live:
             self.begin()
 
         # Words in host memory that the kernels write. Every call reads them, at a hundredth of the
@@ -129,10 +127,7 @@ class NodeExchange(Exchange):
         self._words = addresses.words()
         words = self._words.data_ptr()
         self.status = struct("Status").from_address(words)
-        if self.device.type == "cpu":
-            progress = self.views["state"].data_ptr() + struct("RoundState").progress.offset
-        else:
-            progress = words + ctypes.sizeof(struct("Status"))
+        progress = self.processor.progress_at(words, self.views)
         self.layout = *plan.as_ints(), *window_starts, scratch.data_ptr(), words
 
         # The state of rounds.
@@ -149,17 +144,14 @@ class NodeExchange(Exchange):
         )
 
         # What the host reads of a device at any time.
-        self._totals = Totals(self.views)
-        self._errors = Peek(self.views["signal.error"])
-        self._counts = Peek(self.views["recv.counts"])
+        self._totals = Totals(self.views, self.processor)
+        self._errors = self.processor.peek(self.views["signal.error"])
+        self._counts = self.processor.peek(self.views["recv.counts"])
 
-        # The times of the next looks at kernels that do not begin, which only GPUs have. Polls take
-        # no look of a launch away.
-        first_s = math.inf
-        if self.device.type == "cuda":
-            first_s = 0.0
-            self._watch = watch_of(self.views)
-            self._looking = Lock()
+        # The times of the next looks at kernels that do not begin. Polls take no look of a launch
+        # away.
+        self._watch = self.processor.watch(self.views)
+        first_s = self._watch.first_look_s
         self._look_at: dict[NextWork, float] = {"launch": first_s, "replay": first_s, None: first_s}
 
     @takes_turn
@@ -211,22 +203,8 @@ class NodeExchange(Exchange):
 
     def abort_open_round(self) -> None:
         """It allocates nothing, so it works after any error."""
-        rounds = self.rounds
-        sent = rounds.sent
-        memory = (*self.memory, sent.descriptor)
-        if self.device.type == "cpu":
-            # One signal tells the others, whatever the state.
-            ops.combine(sent.template.like, None, *memory)
-        else:
-            # A launch waits for nobody. It receives what others send, since LL lines must be
-            # re-armed.
-            if rounds.state == SENT:
-                ops.dispatch_recv(*sent.arguments)
-            if rounds.state == DISPATCHED:
-                ops.combine(self._unread_y(sent), None, *memory)
-            elif rounds.state == RETURNING:
-                ops.combine_recv(rounds.y, None, *memory)
-        rounds.close()
+        self.processor.abort(self.rounds, self.memory, self._unread)
+        self.rounds.close()
 
     def drop_reports(self) -> None:
         if not self.failed:
@@ -235,7 +213,7 @@ class NodeExchange(Exchange):
         self.status.aborted = 0
 
     def look(self, launches: bool = False) -> None:
-        """On a GPU, once in a while: if a kernel does not begin, report it as a kernel would.
+        """Once in a while: if a kernel does not begin, report it as a kernel would.
 
         `launches`: a kernel comes next, on the current stream.
         """
@@ -274,25 +252,8 @@ class NodeExchange(Exchange):
         words.code = code
 
     def _late(self, next_work: NextWork) -> LateStage | None:
-        """The stage that is due and whose kernel has not begun. None also where nobody can tell."""
-        rounds = self.rounds
-        timeout_s = self.deadlines.wait_s()
-        # Where the GPU has failed, nothing is late.
-        with suppress(RuntimeError), torch.cuda.device(self.device):
-            # Only one thread looks at a time, and none while it captures.
-            if torch.cuda.is_current_stream_capturing():
-                return None
-            if not self._looking.acquire(blocking=False):
-                return None
-            try:
-                this_stream = torch.cuda.current_stream().cuda_stream
-                # On another stream, it also waits for what the stream of the last launch has.
-                if next_work == "launch" and rounds.last_stream not in (None, this_stream):
-                    next_work = None
-                return self._watch.look(monotonic(), timeout_s, rounds.phases, next_work)
-            finally:
-                self._looking.release()
-        return None
+        """See `Watch.late`."""
+        return self._watch.late(self.rounds, self.deadlines.wait_s(), next_work)
 
     def check(self) -> None:
         self.look()
@@ -300,17 +261,23 @@ class NodeExchange(Exchange):
             return
         if self.status.code == constant("kOutdated"):
             self._raise_outdated()
-        may_have_extra = self.config.capacity.extra_bytes > 0
-        by_rank = self.seats.by_rank
         raise_on_failure(
             self.status,
             self.global_ranks,
             self.seats,
             self.rank,
-            latched=self.device.type == "cuda",
+            latched=self.processor.runs_ahead,
             dead=self.dead(),
-            calls=lambda: by_rank(calls_of(self.views, self._counts, may_have_extra)),
+            calls=self._calls,
         )
+
+    def _calls(self) -> list[Traits]:
+        """What the ranks called in the last round. Nobody can tell while a graph is captured."""
+        calls = []
+        if not self.processor.captures():
+            may_have_extra = self.config.capacity.extra_bytes > 0
+            calls = calls_of(self.views, self._counts, may_have_extra)
+        return self.seats.by_rank(calls)
 
     def poll(self) -> None:
         self.look()
@@ -354,7 +321,7 @@ class NodeExchange(Exchange):
         code = self.status.code
         if not code or code == constant("kOutdated"):
             return False
-        return self.device.type == "cuda" or code == constant("kTimeout")
+        return self.processor.runs_ahead or code == constant("kTimeout")
 
     def missing(self) -> int:
         mask = 0
@@ -378,16 +345,8 @@ class NodeExchange(Exchange):
             self.report("signal.error", 1 << self.seat)
 
     def streams(self) -> list[torch.cuda.Stream]:
-        """On a GPU the current stream, where replays run, and the stream of the last launch if that
-        is another one.
-        """
-        current = torch.cuda.current_stream(self.device)
-        last = self.rounds.last_stream
-        if last is None or last == current.cuda_stream:
-            return [current]
-        if last == 0:
-            return [current, torch.cuda.default_stream(self.device)]
-        return [current, torch.cuda.ExternalStream(last, self.device)]
+        """Those of the rounds so far, the current one first; none where there are no streams."""
+        return self.processor.streams(self.rounds.last_stream)
 
     @property
     def latched(self) -> Tensor:
@@ -400,8 +359,8 @@ class NodeExchange(Exchange):
         self.window.store(self.plan[buffer].offset + 8 * self.seat, value)
 
     def health(self, wait: bool) -> Health:
-        if wait and self.device.type == "cuda":
-            interruptible(torch.cuda.current_stream(self.device).synchronize)
+        if wait:
+            self.processor.finish_stream()
         counts = self._totals.read()
         # The kernels count by seat.
         by_rank = self.seats.by_rank
@@ -425,7 +384,7 @@ class NodeExchange(Exchange):
         ended = False
         # Where the GPU or a round has failed, its kernels end by themselves.
         with suppress(RuntimeError):
-            ended = device_ends(self.device, self.deadlines.wait_s())
+            ended = self.processor.ends(self.deadlines.wait_s())
         close()
 
         with suppress(RuntimeError):
@@ -436,26 +395,15 @@ class NodeExchange(Exchange):
                     self._addresses.abandon()
                     return
                 self.thread = caller  # no other one gets in any more
-                self._turn_replays_away()
+                # Replays of this group's graphs name it by its number among those left.
+                left = self._addresses.left
+                left.append(self.plan.sizes)
+                self.processor.turn_replays_away(self.views["state"], len(left) - 1)
                 self.window.places.unmap()
                 return
         # Kernels may still write, for as long as this process lives.
         _written_to.append((self, close))
         self._addresses.abandon()
-
-    def _turn_replays_away(self) -> None:
-        """From now on, kernels of this group in replays do nothing, and tell the host."""
-        if self.device.type != "cuda":
-            return
-        # A latched state, whose failure names this group by its number among those left.
-        state = struct("RoundState")()
-        state.latched = 1
-        failure = struct("Status").from_buffer(state, struct("RoundState").failure.offset)
-        failure.code = constant("kOutdated")
-        failure.epoch = len(self._addresses.left)
-        self._addresses.left.append(self.plan.sizes)
-        self.views["state"].copy_(torch.frombuffer(state, dtype=torch.int32))
-        torch.cuda.synchronize(self.device)
 
     def _raise_outdated(self) -> NoReturn:
         """A replay has found the state of a group that this rank has left."""
@@ -474,15 +422,8 @@ class NodeExchange(Exchange):
         )
 
     def has_more_rounds(self) -> bool:
-        if self.device.type == "cuda":
-            # The word usually comes at once.
-            spin_until = monotonic() + _SPIN_S
-            while self.rounds.has_more_rounds is None and monotonic() < spin_until:
-                self.check()
-                time.sleep(0)  # lets other threads run
-            if self.rounds.has_more_rounds is None:
-                self.wait_for_device(self.deadlines.first_s)
-                self.check()
+        if self.processor.runs_ahead:
+            self._await_word_of_kernel()
         elif self.rounds.has_more_rounds is None:
             # Wait until every rank has closed the last round.
             arguments = torch.empty(0, 0, device="cpu"), None, *self.memory, self.descriptors.any()
@@ -491,16 +432,16 @@ class NodeExchange(Exchange):
             self.check()
         return bool(self.rounds.has_more_rounds)
 
-    def _memory_of_unread_y(self) -> Tensor:
-        """uint8 for `_unread_y`: the expert-major rows, or memory of its own where these are few,
-        or of fp8.
-        """
-        sizes = self.plan.sizes
-        y_bytes = sizes["M"] * sizes["D"] * self.config.model.torch_dtype.itemsize
-        rows = self.views["rows"].flatten().view(torch.uint8)
-        if rows.numel() >= y_bytes:
-            return rows
-        return torch.empty(y_bytes, dtype=torch.uint8, device=self.device)
+    def _await_word_of_kernel(self) -> None:
+        """Wait until the kernel of dispatch has written whether ranks have more rounds."""
+        # The word usually comes at once.
+        spin_until = monotonic() + _SPIN_S
+        while self.rounds.has_more_rounds is None and monotonic() < spin_until:
+            self.check()
+            time.sleep(0)  # lets other threads run
+        if self.rounds.has_more_rounds is None:
+            self.wait_for_device(self.deadlines.first_s)
+            self.check()
 
     def _clear_totals(self) -> None:
         for name in ("counts", *TOTALS):
@@ -528,8 +469,7 @@ class NodeExchange(Exchange):
         A kernel reads the tables before it looks at the state. On a GPU those that have read
         earlier tables end first.
         """
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self.processor.finish()
         self.views["state"].zero_()
 
     def mark_empty_seats(self) -> None:
@@ -538,28 +478,7 @@ class NodeExchange(Exchange):
 
         It lies in the own window, where only this rank writes and reads it.
         """
-        empty = self.seats.empty
-        combine = self.views["signal.combine"]
-        if self.device.type == "cpu":
-            of_header = struct("RoundHeader").empty.offset // 4
-            for headers in (self.views["signal.dispatch"], combine):
-                headers.view(torch.int32)[empty, of_header] = 1
-            return
-
-        # On GPUs, words of 8 bytes: an epoch in the low half, which each round takes for its own,
-        # and a value in the high half.
-        epoch = constant("kEmptySeat")
-        # No rows: in dispatch by the LL protocol, and in combine of a rank that aborts nothing.
-        no_rows = epoch | 1 << 32
-        # A shape that agrees with every call. Its highest bit is set, so the int64 is negative.
-        any_shape = (epoch | constant("kEmptySeatShape") << 32) - (1 << 64)
-
-        # Pairs of each expert: none. The first two words are the rows and the shape of the call.
-        counts = self.views["recv.counts"]
-        counts[empty] = epoch
-        counts[empty, 0] = no_rows
-        counts[empty, 1] = any_shape
-        combine.view(torch.int64)[empty, 0] = no_rows
+        self.processor.mark_empty_seats(self.views, self.seats.empty)
 
     def opened(self, call: Call) -> Sent:
         """Check a call and give it a round, whose first operator opens it."""
@@ -602,7 +521,7 @@ class NodeExchange(Exchange):
         leaves unwritten.
         """
         y = y_of(dispatched, out, self.device)
-        checked = output_rows(rows, dispatched, self.plan, self.device)
+        checked = output_rows(rows, dispatched, self.plan, self.processor)
         self.rounds.y = y
         self.launch(operator, (y, checked, *self.memory, dispatched.sent.descriptor), state)
         return y
@@ -670,18 +589,6 @@ class NodeExchange(Exchange):
         if rounds.state != state:
             self.check()
             raise RuntimeError(f"round {rounds.epoch} was aborted while this call waited")
-
-    def _unread_y(self, sent: Sent) -> Tensor:
-        """A y [T, D] for a combine without rows, on a GPU: memory that exists, since an abort
-        allocates nothing.
-
-        It lies over the expert-major rows. A combine without rows does not read them, and other
-        ranks write into them only after this rank has opened its next dispatch, a later kernel.
-        """
-        T = sent.num_tokens
-        D = sent.template.shape.hidden_size
-        dtype = sent.template.like.dtype
-        return self._unread[: T * D * dtype.itemsize].view(dtype).view(T, D)
 
 
 def _buffers_of(plan: MemoryPlan, window: Tensor, scratch: Tensor) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from epmoe.exchange.handles import Dispatched
 from epmoe.exchange.memory import MemoryPlan
+from epmoe.exchange.processor import Processor
 from epmoe.native.arguments import (
     FP8,
     aligned_rows,
@@ -51,11 +52,12 @@ def y_of(dispatched: Dispatched, out: Tensor | None, device: torch.device) -> Te
 
 
 def output_rows(
-    rows: Tensor, dispatched: Dispatched, plan: MemoryPlan, device: torch.device
+    rows: Tensor, dispatched: Dispatched, plan: MemoryPlan, processor: Processor
 ) -> Tensor:
     """The rows of combine as [n, D], each at a multiple of 16 bytes. Raises TypeError, ValueError
     or RuntimeError.
     """
+    device = processor.device
     if dispatched.layout == "rank":
         return _partial_rows(rows, dispatched, plan, device)
 
@@ -69,8 +71,8 @@ def output_rows(
     if rows.requires_grad:
         check_forward_only(rows)
 
-    # As many rows as arrived, which only the CPU knows here. A GPU skips rows that are missing.
-    if device.type == "cpu" and rows.shape[0] < plan.sizes["max_rows"]:
+    # As many rows as arrived, where the host knows. Otherwise rows that are missing are skipped.
+    if not processor.runs_ahead and rows.shape[0] < plan.sizes["max_rows"]:
         needed = int(dispatched.expert_offsets[-1])
         if rows.shape[0] < needed:
             raise ValueError(f"`expert_rows` must hold at least {needed} rows, got {rows.shape[0]}")

@@ -20,13 +20,16 @@ import math
 import struct
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, NamedTuple
+from threading import Lock
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from epmoe.exchange.round_state import RoundState
 from epmoe.group.waiting import first_answer
 from epmoe.native import layouts
 from epmoe.native.streams import HIGH, own_stream
@@ -158,7 +161,60 @@ class LateStage(NamedTuple):
     reports: tuple[int, ...] = ()
 
 
-class Watch:
+class Watch(Protocol):
+    """Whether the kernels of an exchange begin, on its processor."""
+
+    first_look_s: float
+    """the time of the first look"""
+
+    def late(self, rounds: RoundState, timeout_s: float, next_work: NextWork) -> LateStage | None:
+        """The stage that is due and whose kernel has not begun. None also where nobody can tell."""
+
+
+class NoWatch:
+    """The `Watch` of a processor whose calls run where they are made: nothing is late."""
+
+    first_look_s = math.inf
+
+    def late(self, rounds: RoundState, timeout_s: float, next_work: NextWork) -> None: ...
+
+
+class WatchOfGpu:
+    """The `Watch` over the kernels of an exchange, whose buffers are `views` by name."""
+
+    first_look_s = 0.0
+
+    def __init__(self, views: Mapping[str, Tensor]) -> None:
+        state = views["state"]
+        self._device = state.device
+        self._marks = Marks(
+            before_launch=(CopyInStream(state), CopyInStream(state)),
+            at_poll=CopyInStream(state),
+            now=CopyOfNow.of(state),
+            errors=CopyOfNow.of(views["signal.error"]),
+        )
+        self._looking = Lock()
+
+    def late(self, rounds: RoundState, timeout_s: float, next_work: NextWork) -> LateStage | None:
+        # Where the GPU has failed, nothing is late.
+        with suppress(RuntimeError), torch.cuda.device(self._device):
+            # Only one thread looks at a time, and none while it captures.
+            if torch.cuda.is_current_stream_capturing():
+                return None
+            if not self._looking.acquire(blocking=False):
+                return None
+            try:
+                this_stream = torch.cuda.current_stream().cuda_stream
+                # On another stream, it also waits for what the stream of the last launch has.
+                if next_work == "launch" and rounds.last_stream not in (None, this_stream):
+                    next_work = None
+                return self._marks.look(time.monotonic(), timeout_s, rounds.phases, next_work)
+            finally:
+                self._looking.release()
+        return None
+
+
+class Marks:
     """Looks whether kernels begin, by copies of the state on streams and past them. It waits for
     none.
 
@@ -288,14 +344,3 @@ class Watch:
 def _parsed(state: bytes) -> ctypes.Structure:
     """`RoundState` of csrc/plan.h, of a copy."""
     return layouts.struct("RoundState").from_buffer_copy(state)
-
-
-def watch_of(views: Mapping[str, Tensor]) -> Watch:
-    """The watch over the kernels of an exchange on a GPU, whose buffers these are by name."""
-    state = views["state"]
-    return Watch(
-        before_launch=(CopyInStream(state), CopyInStream(state)),
-        at_poll=CopyInStream(state),
-        now=CopyOfNow.of(state),
-        errors=CopyOfNow.of(views["signal.error"]),
-    )

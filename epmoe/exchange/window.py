@@ -13,14 +13,16 @@ import errno
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 from torch import Tensor
 
 from epmoe.config.seats import Seats
-from epmoe.exchange.addresses import Addresses, Places
+from epmoe.exchange.addresses import Addresses
+from epmoe.exchange.memory import MemoryPlan
+from epmoe.exchange.places import Places
 from epmoe.exchange.sockets import share_descriptors
 from epmoe.group.deaths import Deaths
 from epmoe.group.peers import Peers
@@ -55,9 +57,18 @@ class Window(Protocol):
         of 8 bytes, and who sees the elements of one put sees those of the puts before it, too.
         """
 
+    def post(self, ranks: Iterable[int], offset: int, value: int) -> None:
+        """Store a 64-bit word, signed or not, into the windows of ranks, behind what was put
+        before: who sees the word sees that, too. On a GPU by a copy on the current stream.
+        """
+
 
 class SharedMemoryWindow:
     """A `Window` in shared memory of one machine."""
+
+    @classmethod
+    def of(cls, plan: MemoryPlan, peers: Peers, seats: Seats, addresses: Addresses) -> Self:
+        return cls(plan.windows, peers, seats, addresses, plan["signal.dead"].offset)
 
     def __init__(
         self,
@@ -84,19 +95,18 @@ class SharedMemoryWindow:
 
     def store(self, offset: int, value: int) -> None:
         """A rank that sleeps sees the word when it next looks up, after 100 ms at most."""
-        for rank in range(len(self.regions)):
-            self.post(rank, offset, value)
+        self.post(range(len(self.regions)), offset, value)
 
     def put(self, rank: int, offset: int, source: Tensor) -> None:
         """No order of its own: `post` orders what was put before it."""
         self.regions[rank][offset : offset + source.nbytes].view(source.dtype).copy_(source)
 
-    def post(self, rank: int, offset: int, value: int) -> None:
-        """Store a 64-bit word, signed or not, into a rank's window. Who reads it by
-        `ops.read_words`, or as the kernels do, sees all that this rank has stored before, and
-        overwrites nothing that this rank had yet to read.
+    def post(self, ranks: Iterable[int], offset: int, value: int) -> None:
+        """Who reads it by `ops.read_words`, or as the kernels do, sees all that this rank has
+        stored before, and overwrites nothing that this rank had yet to read.
         """
-        ops.post_word(self.regions[rank], offset, ctypes.c_int64(value).value)
+        for rank in ranks:
+            ops.post_word(self.regions[rank], offset, ctypes.c_int64(value).value)
 
     def _note(self, dead: int) -> None:
         """Tell waits of this rank, which look at this word, whose process has ended."""

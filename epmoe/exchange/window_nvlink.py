@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from epmoe.config.seats import Seats
 from epmoe.exchange.addresses import Addresses
+from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.window import check_room, map_windows
 from epmoe.group.deaths import Deaths
 from epmoe.group.peers import Peers
@@ -20,10 +22,17 @@ from epmoe.native.streams import own_stream
 
 # After the end of a process, until what it has stored is here and waits have seen it.
 _LAST_WORDS_S = 0.02
+# Words that are posted and on their way, at most.
+_POSTS_IN_FLIGHT = 4096
 
 
 class NVLinkWindow:
     """A `Window` in GPU memory of one NVLink domain."""
+
+    @classmethod
+    def of(cls, plan: MemoryPlan, peers: Peers, seats: Seats, addresses: Addresses) -> Self:
+        dead_at = plan["signal.dead"].offset
+        return cls(plan.windows, peers, seats, addresses, dead_at, plan.empty_lines)
 
     def __init__(
         self,
@@ -62,6 +71,8 @@ class NVLinkWindow:
         self._words = [window.view(torch.int64) for window in self.regions]
         self._stored = torch.empty(64, dtype=torch.int64, pin_memory=True)
         self._stores = itertools.count()
+        self._posted = torch.empty(_POSTS_IN_FLIGHT, dtype=torch.int64, pin_memory=True)
+        self._posts = 0
         self._stream = own_stream(device)
         self._dead_at = dead_at
         self.deaths = Deaths(mapped.processes, self._note)
@@ -75,6 +86,14 @@ class NVLinkWindow:
     def put(self, rank: int, offset: int, source: Tensor) -> None:
         there = self.regions[rank][offset : offset + source.nbytes].view(source.dtype)
         there.copy_(source, non_blocking=True)
+
+    def post(self, ranks: Iterable[int], offset: int, value: int) -> None:
+        place = self._posts % _POSTS_IN_FLIGHT
+        self._posts += 1
+        self._posted[place] = value
+        word = self._posted[place : place + 1]
+        for rank in ranks:
+            self.put(rank, offset, word)
 
     def _note(self, dead: int) -> None:
         """Tell waits of this rank, which look at this word, whose process has ended."""

@@ -1,11 +1,10 @@
-"""Checks that the config, the processes and the device of an `ExpertParallel` fit one another."""
+"""Checks that the config and the processes of an `ExpertParallel` fit one another."""
 
 from __future__ import annotations
 
 import os
 import warnings
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -13,13 +12,6 @@ from epmoe.config.config import EPConfig
 from epmoe.config.placement import EP
 from epmoe.group.peers import Peers
 from epmoe.native.arguments import describe
-
-# The types of device on which a transport works; the first is the default.
-_DEVICES = {
-    "auto": ("cpu", "cuda"),
-    "shared_memory": ("cpu",),
-    "nvlink": ("cuda",),
-}
 
 
 def config_of(config: EPConfig | str | os.PathLike[str]) -> EPConfig:
@@ -67,64 +59,6 @@ def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup 
             f"`group` must be a process group of torch.distributed, got {describe(group)}"
         )
     return group
-
-
-def device_of(config: EPConfig, device: torch.device | str | None) -> torch.device:
-    """The device, by default the transport's. Raises ValueError if it does not fit the config or
-    does not exist.
-    """
-    transport = config.exchange.transport
-    fitting = _DEVICES[transport]
-    if device is None:
-        device = fitting[0]
-    wanted = _parsed(device)
-    if wanted is None or wanted.type not in fitting:
-        raise ValueError(
-            f"`device` must be {' or '.join(fitting)} with exchange.transport={transport!r}, got "
-            f"{device}"
-        )
-    # The name that tensors give, also those made on "cpu:0".
-    if wanted.type == "cpu":
-        return torch.device("cpu")
-    _check_limits_of_gpus(config)
-    if not torch.cuda.is_available():
-        raise ValueError(
-            "torch finds no GPU here: `device` must be cpu, and exchange.transport shared_memory "
-            "or auto"
-        )
-    if wanted.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return wanted
-
-
-def _parsed(device: torch.device | str) -> torch.device | None:
-    """None for a name that torch does not know. Raises TypeError for what is no name."""
-    try:
-        return torch.device(device)
-    except TypeError:
-        raise TypeError(
-            f"`device` must be a torch.device or its name, got {describe(device)}"
-        ) from None
-    except RuntimeError:
-        return None
-
-
-def _check_limits_of_gpus(config: EPConfig) -> None:
-    """Raises ValueError for numbers that kernels do not take, by the key that the caller has
-    set.
-    """
-    ranks = "`topology.max_ranks`" if config.topology.max_ranks else "`topology.ep_size`"
-    experts = "`model.num_experts` with copies"
-    if config.placement.live:
-        experts = "`placement.slots_per_rank` of all seats"
-    limits = (
-        (ranks, config.seated.topology.ranks_here, 32),
-        ("`model.num_experts_per_tok`", config.model.num_experts_per_tok, 32),
-        (experts, config.seated.num_physical_experts, 4096),
-    )
-    for what, value, most in limits:
-        if value > most:
-            raise ValueError(f"{what} must be at most {most} on GPUs, got {value}")
 
 
 def check_backend(group: dist.ProcessGroup | None) -> None:

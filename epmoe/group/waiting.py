@@ -10,7 +10,6 @@ import weakref
 from _thread import allocate_lock, start_new_thread
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from typing import Generic, TypeVar
@@ -22,17 +21,6 @@ _Value = TypeVar("_Value")
 _LOOK_S = 0.1
 # Between two calls of `look`.
 _GLANCE_S = 0.02
-
-
-def device_ends(
-    device: torch.device, timeout_s: float | None = None, look: Callable[[], None] = lambda: None
-) -> bool:
-    """Waits by `interruptible` for everything that has been launched on a GPU. Returns whether it
-    has ended.
-    """
-    if device.type == "cpu":
-        return True
-    return interruptible(partial(torch.cuda.synchronize, device), timeout_s, look)
 
 
 def interruptible(

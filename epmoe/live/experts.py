@@ -22,7 +22,7 @@ from epmoe.group.errors import EPStateError, EPTimeoutError
 from epmoe.group.waiting import Promise, Worker
 from epmoe.live.balance import check_slots
 from epmoe.live.layout import EMPTY, Word
-from epmoe.live.mail import Mail, MailOnGPU
+from epmoe.live.mail import Mail
 from epmoe.live.moves import MOST_CALLS, REFUSED, Moves, SlotWeights
 from epmoe.live.tables import at_most, in_seats, tables
 from epmoe.live.waves import Wave, in_place, plan_waves
@@ -96,7 +96,7 @@ class LiveExperts:
             self._shared_loads = torch.ones(self._L, self._E, dtype=torch.float64)
             self._own_loads = torch.zeros(self._L, self._E, dtype=torch.float64)
             self._counted = torch.zeros(self._L, self._S, dtype=torch.int64)
-            self.mail = MailOnGPU(exchange) if exchange.device.type == "cuda" else Mail(exchange)
+            self.mail = Mail(exchange)
         self.weights = weights
         self.moves: Moves | None = None
         self.calls = 0
@@ -120,9 +120,8 @@ class LiveExperts:
         self._tables_loads = self._shared_loads
         self._put_into_use(self._upload(self.slots, self._shared_loads))
         # Rounds may come on another stream, and need the tables.
-        if exchange.device.type == "cuda":
-            exchange.begin()
-            torch.cuda.current_stream(exchange.device).synchronize()
+        exchange.begin()
+        exchange.processor.finish_stream()
 
     def _first_slots(self) -> Tensor:
         """int32 [layers, P]: experts one after another, then from the first one again."""
@@ -225,7 +224,7 @@ class LiveExperts:
         """
         if self.is_idle or self._is_in_step or self._is_captured():
             return
-        stream = torch.cuda.current_stream(self._table.device) if self._table.is_cuda else None
+        stream = self._exchange.processor.stream()
         try:
             self._is_in_step = True
             self._step()
@@ -243,13 +242,7 @@ class LiveExperts:
 
     def _is_captured(self) -> bool:
         """Whether a graph would repeat what this rank does now."""
-        if self._exchange.device.type != "cuda":
-            return False
-        for stream in self._exchange.streams():
-            with torch.cuda.stream(stream):
-                if torch.cuda.is_current_stream_capturing():
-                    return True
-        return False
+        return self._exchange.processor.captures(self._exchange.streams())
 
     def _step(self) -> None:
         self._tell_refusal()
@@ -480,7 +473,7 @@ class LiveExperts:
         """Copy behind all rounds so far and before those to come, whichever of their streams this
         is called on.
         """
-        streams = self._exchange.streams() if table.is_cuda else []
+        streams = self._exchange.streams()
         # The first stream waits for the others, copies, and they wait for it.
         for stream in streams[1:]:
             streams[0].wait_stream(stream)

@@ -40,13 +40,14 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from epmoe.exchange.copies import Tensors
 from epmoe.exchange.exchange import Exchange, takes_turn_of_exchange
+from epmoe.exchange.processors import processor_of
 from epmoe.exchange.round_state import CLOSED
 from epmoe.group.collective import naming, peers_of
 from epmoe.group.errors import EPStateError
 from epmoe.group.member import Member
 from epmoe.group.waiting import Worker
-from epmoe.live.copies import Tensors, copies_on
 from epmoe.live.finite import NotFiniteError, nonfinite_rows
 from epmoe.live.held import Held, HeldVersions, differences
 from epmoe.live.shared_words import shared_words
@@ -260,7 +261,7 @@ class WeightReceiver:
 
     def _take_memory(self, needs_spare: bool) -> None:
         """The memory of the experts, and a second set of it where the caller has room."""
-        self._copies = copies_on(self._ep.device)
+        self._copies = processor_of(self._ep.device).weight_copies()
         weights = self._weights()
         self._own = {
             name: {each: weight.data for each, weight in of_layer.items()}

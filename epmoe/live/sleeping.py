@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from epmoe.exchange.addresses import Places
-from epmoe.exchange.gpu_memory import memory_of
 from epmoe.exchange.memory import BUFFER_ALIGNMENT, round_up
+from epmoe.exchange.places import Places
+from epmoe.exchange.processors import processor_of
 from epmoe.group.errors import EPStateError
 
 
@@ -49,7 +49,9 @@ class SleepingWeights:
         self._nbytes = max(sum(sizes), 1)
         # The contents, on the host, while they are not in their memory.
         self._copy: Tensor | None = None
-        self._places = Places(memory_of(device), 1, self._nbytes)
+        self._processor = processor_of(device)
+        self._memory = self._processor.memory()
+        self._places = Places(self._memory, 1, self._nbytes)
         self._map()
         # Storage by storage: the next one begins where this one ends.
         begin = 0
@@ -65,9 +67,7 @@ class SleepingWeights:
             return
         try:
             if self._copy is None:
-                region = self._region
-                copy = torch.empty_like(region, device="cpu", pin_memory=region.is_cuda)
-                self._copy = copy.copy_(region)
+                self._copy = self._processor.host_memory(self._nbytes).copy_(self._region)
             self._places.unmap()
         except BaseException:
             self.restore()
@@ -89,7 +89,7 @@ class SleepingWeights:
         was_written = False
         if not self._places.mapped:
             # On CPUs the addresses stay readable, as zeros; a GPU refuses to write there.
-            was_written = self._region.device.type == "cpu" and bool(self._region.any())
+            was_written = self._memory.stays_readable and bool(self._region.any())
             self._map()
         if self._copy is not None:
             self._region.copy_(self._copy)

@@ -25,7 +25,6 @@ import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,12 +32,11 @@ import torch
 from torch import Tensor, nn
 
 from epmoe.config.placement import is_int
-from epmoe.exchange.addresses import Memory, Places
-from epmoe.exchange.gpu_memory import GpuMemory
 from epmoe.exchange.memory import BUFFER_ALIGNMENT, round_up
+from epmoe.exchange.places import Memory, Places
+from epmoe.exchange.processors import processor_of
 from epmoe.exchange.sockets import MOST_DESCRIPTORS, Handout, fetch_descriptor
 from epmoe.group.errors import EPStateError
-from epmoe.live.copies import idle
 from epmoe.live.layout import EMPTY
 from epmoe.live.shared_words import remove_orphans
 from epmoe.local.contexts import layers_of, name_without_wrappers
@@ -481,9 +479,7 @@ def _view(region: Tensor, begin: int, value: Tensor) -> Tensor:
 
 def shared_memory(device: torch.device) -> Memory | None:
     """Memory of a GPU, that other processes map; None on CPUs, where they map files."""
-    if device.type == "cuda":
-        return GpuMemory(device, partial(idle, device))
-    return None
+    return processor_of(device).shared_memory()
 
 
 def _leave_note(note: Path, error: BaseException) -> None:

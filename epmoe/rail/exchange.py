@@ -55,6 +55,7 @@ class HierarchicalExchange(Exchange):
         # What the interface offers is the node's, or the network's.
         self.plan = node.plan
         self.device = node.device
+        self.processor = node.processor
         self.views = network.views
         self.rank = network.rank
         self.global_ranks = network.global_ranks
@@ -325,14 +326,14 @@ class HierarchicalExchange(Exchange):
         begun theirs.
         """
         epoch = self.rounds.count
-        on_cpu = self.device.type == "cpu"
+        runs_ahead = self.processor.runs_ahead
         self.network.note_mismatch(ranks[0])
         self.node.abort(None)
-        if on_cpu:
+        if not runs_ahead:
             self._send_nothing_back(self.slabs, 0, ranks[0] + 1, found.ranks)
         self.rounds.close()
         raise EPMismatchError(
-            epoch, ranks, latched=not on_cpu, tags=found.tags, differences=found.differences
+            epoch, ranks, latched=runs_ahead, tags=found.tags, differences=found.differences
         )
 
     def _send_nothing_back(
@@ -356,7 +357,7 @@ class HierarchicalExchange(Exchange):
         """The ranks of this node that have aborted its round, as a mask. On GPUs `check_rounds`
         reports them.
         """
-        if self.device.type == "cuda":
+        if self.processor.runs_ahead:
             return 0
         mask, _ = self.node.take_aborted()
         self._aborted = self.memory.of_mask(mask)

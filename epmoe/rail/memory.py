@@ -13,6 +13,7 @@ from torch import Tensor
 from epmoe.config.config import EPConfig
 from epmoe.config.placement import Placement
 from epmoe.exchange.memory import MemoryPlan, RailSlot
+from epmoe.exchange.processors import processor_of
 from epmoe.native.formats import WIRE_FORMATS
 from epmoe.native.layouts import words
 from epmoe.rail.rail import Rail
@@ -60,13 +61,13 @@ class RailMemory:
     ) -> None:
         # The buffers of the plan, in memory that the network can reach.
         memory = rail.allocate(plan.rail_bytes)
-        self.device = device
+        self.processor = processor_of(device)
         of_rail = [buffer for buffer in plan.buffers if buffer.region == "rail"]
         self.views = {buffer.name: buffer.view(memory) for buffer in of_rail}
-        # Words of the host, which the kernels write.
-        if device.type == "cuda":
-            needed = torch.zeros(1, dtype=torch.int32).pin_memory()
-            noticed = torch.zeros(1, dtype=torch.int64).pin_memory()
+        # Words of the host, which the kernels write where the host does not wait for them.
+        if self.processor.runs_ahead:
+            needed = self.processor.host_memory(1, torch.int32).zero_()
+            noticed = self.processor.host_memory(1, torch.int64).zero_()
             self.views |= {"rail.total.needed": needed, "rail.noticed": noticed}
             written_by_replays.extend((needed, noticed))
 

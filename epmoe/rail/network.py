@@ -190,7 +190,8 @@ class Network:
         except EPMismatchError as error:
             ranks = self.memory.of_node(error.differing_ranks)
             tags = self.tags_of_group(error.tags)
-            raise EPMismatchError(error.epoch, ranks, self.device.type == "cuda", tags) from None
+            latched = self.node.processor.runs_ahead
+            raise EPMismatchError(error.epoch, ranks, latched, tags) from None
         except EPTimeoutError as error:
             # What a rank of this node misses on another node is the cause.
             reported = self.reported()

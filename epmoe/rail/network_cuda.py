@@ -16,9 +16,9 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from epmoe.exchange.peek import LONG_S, Peek
+from epmoe.exchange.peek import LONG_S
 from epmoe.group.errors import EPMismatchError, EPOrderError, EPTimeoutError
-from epmoe.group.waiting import device_ends, interruptible
+from epmoe.group.waiting import interruptible
 from epmoe.rail.memory import FailedWords
 from epmoe.rail.network import Network
 from epmoe.rail.rail import Transfer
@@ -32,7 +32,7 @@ class NetworkOnGPUs(Network):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._noticed = c_int64.from_address(self.views["rail.noticed"].data_ptr())
-        self._peek = Peek(*map(self.views.__getitem__, _PEEKED))
+        self._peek = self.node.processor.peek(*map(self.views.__getitem__, _PEEKED))
         self._peeked = list[Tensor]()
         self._last_stream: Any = None  # of the last round
         self.failed_words = FailedWords(
@@ -58,7 +58,7 @@ class NetworkOnGPUs(Network):
             # What was queued before it ends first, unless this is within a capture.
             try:
                 with suppress(RuntimeError):
-                    device_ends(self.device, LONG_S)
+                    self.node.processor.ends(LONG_S)
             finally:
                 self.record_failure([self.rank])
             raise

@@ -5,7 +5,6 @@ config names.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 
@@ -14,17 +13,14 @@ from epmoe.config.deadlines import Deadlines
 from epmoe.config.seats import Seats
 from epmoe.exchange.addresses import Addresses
 from epmoe.exchange.exchange import Exchange
-from epmoe.exchange.gpu_memory import memory_of
-from epmoe.exchange.launch_policy import shared_bytes_needed
-from epmoe.exchange.links import agree_on_lines
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.node import NodeExchange
+from epmoe.exchange.processors import processor_of
 from epmoe.exchange.round_state import RoundState
-from epmoe.exchange.window import SharedMemoryWindow, Window
-from epmoe.exchange.window_nvlink import NVLinkWindow
+from epmoe.exchange.transports import transport_of
+from epmoe.exchange.window import Window
 from epmoe.group.board import RollCall
 from epmoe.group.peers import Peers
-from epmoe.native import ops
 from epmoe.native.layouts import struct
 from epmoe.rail.exchange import HierarchicalExchange
 from epmoe.rail.gloo import GlooRail, connect_within, gloo_group
@@ -59,62 +55,28 @@ def rail_of(config: EPConfig, device: torch.device) -> type[Rail]:
     return RAILS[name]
 
 
-def check_shared_memory(config: EPConfig, device: torch.device) -> None:
-    """Raises ValueError, on all ranks alike, if a block may not have the shared memory that the
-    kernels need.
-    """
-    if device.type == "cpu":
-        return
-    # Ranks own different numbers of experts: the one that needs most counts.
-    placement = config.seated.place_experts()
-    needed = 0
-    for rank in range(placement.ep_size):
-        plan = MemoryPlan.build(config, rank, placement, nvlink=True)
-        needed = max(needed, shared_bytes_needed(plan))
-    properties: Any = torch.cuda.get_device_properties(device)  # torch does not declare all of them
-    available = properties.shared_memory_per_block_optin
-    if needed > available:
-        raise ValueError(
-            f"`device` gives a block at most {available >> 10} KiB of shared memory, but the "
-            f"exchange of {placement.num_physical_experts} physical experts over "
-            f"{placement.ep_size} ranks needs {-(-needed >> 10)}: take fewer experts, or a GPU as "
-            "large as A100 or H100"
-        )
-
-
 def prepare(config: EPConfig, device: torch.device) -> None:
-    """Find what would keep this rank from opening, and `load`."""
-    load(device)
-    check_shared_memory(config, device)
+    """Find what would keep this rank from opening, and load the library."""
+    processor = processor_of(device)
+    processor.load()
+    processor.check(config)
     if config.topology.num_nodes > 1:
         rail_of(config, device)
 
 
-def load(device: torch.device) -> None:
-    """Build or load the library now, not while other ranks wait."""
-    # The first look at an operator does it.
-    _ = ops.dispatch
-    if device.type == "cuda":
-        ops.load_cuda()
-
-
-def addresses_on(device: torch.device) -> Addresses:
-    """For the windows of an `ExpertParallel` on a device."""
-    return Addresses(memory_of(device))
-
-
 def open_window(
-    plan: MemoryPlan, peers: Peers, seats: Seats, addresses: Addresses, undo: ExitStack
+    config: EPConfig,
+    plan: MemoryPlan,
+    peers: Peers,
+    seats: Seats,
+    addresses: Addresses,
+    undo: ExitStack,
 ) -> Window:
     """Collective, in a step of `Peers.together`. `undo` unmaps the window where a
     later step fails.
     """
-    arguments = plan.windows, peers, seats, addresses, plan["signal.dead"].offset
-    window: Window
-    if addresses.memory.device.type == "cpu":
-        window = SharedMemoryWindow(*arguments)
-    else:
-        window = NVLinkWindow(*arguments, plan.empty_lines)
+    transport = transport_of(config, addresses.processor.device)
+    window = transport.window(plan, peers, seats, addresses)
     undo.callback(window.places.unmap)
     undo.callback(window.deaths.close)
     return window
@@ -131,15 +93,11 @@ def open_exchange(
     """
     seat = seats.of_ranks[peers.rank]
     placement = config.seated.place_experts()
-    on_gpus = addresses.memory.device.type == "cuda"
-    lines = True
-    if on_gpus:
-        lines = agree_on_lines(peers, addresses.memory.device, config.topology.ranks_here)
-    plan = MemoryPlan.build(config, seat, placement, nvlink=on_gpus, lines=lines)
+    plan = addresses.processor.plan(config, seat, placement, peers)
     if config.topology.num_nodes > 1:
         return _open_over_nodes(config, plan, peers, addresses, name)
     with ExitStack() as undo:
-        window = open_window(plan, peers, seats, addresses, undo)
+        window = open_window(config, plan, peers, seats, addresses, undo)
         exchange = NodeExchange(
             config, plan, placement, window, peers.global_ranks, addresses, seats
         )
@@ -151,7 +109,8 @@ def _open_over_nodes(
     config: EPConfig, plan: MemoryPlan, peers: Peers, addresses: Addresses, name: str
 ) -> HierarchicalExchange:
     """`open_exchange` where the group has several nodes, with a rank in each seat."""
-    device = addresses.memory.device
+    processor = addresses.processor
+    device = processor.device
     placement = config.seated.place_experts()
     G = config.topology.ranks_here
     N = config.topology.num_nodes
@@ -182,12 +141,12 @@ def _open_over_nodes(
         # The exchange inside of the node, then the one over the nodes around it.
         with node_peers.substep():
             full = Seats.full(G)
-            window = open_window(plan, node_peers, full, addresses, undo)
+            window = open_window(config, plan, node_peers, full, addresses, undo)
         inside = NodeExchange(
             config.of_node(), plan, placement.of_node(node, G), window, here, addresses, full
         )
         memory = RailMemory(config, plan, placement, peers.rank, device, rail)
-        network_of = Network if device.type == "cpu" else NetworkOnGPUs
+        network_of = NetworkOnGPUs if processor.runs_ahead else Network
         network = network_of(
             node=inside,
             memory=memory,

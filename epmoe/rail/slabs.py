@@ -107,7 +107,7 @@ class Slabs:
         self.D = shape.hidden_size
         dtype = call.x.dtype
         self.wire = memory.payload.dtype_of(dtype)
-        on_cpu = memory.device.type == "cpu"
+        runs_ahead = memory.processor.runs_ahead
 
         # How long slabs are: as all ranks say, or as long as there is room.
         S = memory.rows_per_node
@@ -121,20 +121,20 @@ class Slabs:
         # keeps its tag in other rounds. On the CPU it is the round and the length: tags of one
         # round differ if the lengths do.
         stamp = slab_rows
-        if on_cpu:
+        if not runs_ahead:
             stamp = (epoch * _PRIME + slab_rows) % 2**31
         dtype_and_tag = ops.DTYPES.index(dtype) | call.tag << 8
         self.tag = Tag(call.x.shape[1], shape.top_k, dtype_and_tag, stamp)
 
         # Rows of notes behind each slab that returns. GPUs do not report an abort to other nodes.
-        self.notes = int(on_cpu)
+        self.notes = int(not runs_ahead)
         self._back: Transfer | None = None
 
         # The way out. gloo ends a process that receives more than it has room for, so on CPUs the
         # stride between slabs that arrive has room for the longest one.
         one_each = memory.one_each()
         self.rows_of_nodes = [slab_rows * one for one in one_each]
-        self.stride = S if on_cpu else slab_rows
+        self.stride = slab_rows if runs_ahead else S
         room = [self.stride * one for one in one_each]
         sent = memory.views["rail.sent"].flatten(0, 1)[: sum(self.rows_of_nodes)]
         received = self._space()[slab_rows : slab_rows + sum(room)]
@@ -193,7 +193,7 @@ class Slabs:
         """
         memory = self.memory
         rows = self._space()[self.slab_rows :]
-        if memory.device.type == "cuda":
+        if memory.processor.runs_ahead:
             ops.rail_tags(
                 rows.flatten(),
                 self.slab_rows,

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from epmoe import WeightReceiver, WeightSender
 from epmoe.exchange import sockets
-from epmoe.exchange.addresses import HostMemory
-from epmoe.live import receiver as receiver_module
+from epmoe.exchange.cpu import Cpu
+from epmoe.exchange.gpu import GpuCopies
+from epmoe.exchange.places import HostMemory
 from epmoe.live import versions
-from epmoe.live.copies import GpuCopies
 
 CAPTURES = "spare, graphs are captured"  # again and again, also while versions arrive
 KINDS = {  # dtypes are bf16: fp8, options of the receiver and of the sender
@@ -47,8 +47,8 @@ def share_host_memory(set_attribute: Callable = setattr) -> None:
     copies.memory = memory
     copies.running = nullcontext
     copies.begin_thread = lambda: None
-    set_attribute(versions, "shared_memory", lambda device: memory)
-    set_attribute(receiver_module, "copies_on", lambda device: copies)
+    set_attribute(Cpu, "shared_memory", lambda self: memory)
+    set_attribute(Cpu, "weight_copies", lambda self: copies)
 
 
 @pytest.fixture(autouse=True)

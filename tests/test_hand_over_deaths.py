@@ -41,7 +41,7 @@ SERVER_STATES = {
     "maps": (receiver, "map_version", lambda *_: True, False),
     "has fetched": (versions, "fetch_descriptor", lambda *_: True, True),
     "has mapped": (receiver, "map_version", lambda *_: True, True),
-    "copies": (WeightReceiver, "_held", lambda _, name: name.endswith(str(LAYERS - 1)), True),
+    "copies": (WeightReceiver, "_held_experts", lambda _, name: name.endswith(str(LAYERS - 1)), True),
     "has staged": (WeightReceiver, "_post", lambda _, word, __: word >= receiver._STAGED, True),
     "flips": (WeightReceiver, "_flip", lambda *_: True, False),
     "has flipped": (WeightReceiver, "_flip", lambda *_: True, True),

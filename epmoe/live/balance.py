@@ -133,7 +133,7 @@ def fresh(
     most_copies: int | None = None,
     ranks_per_node: int | None = None,
 ) -> Tensor:
-    """A table of slots from nothing but loads, by the greedy method of DeepSeek's EPLB.
+    """Make a table of slots from loads alone, by the greedy method of DeepSeek's EPLB.
 
     The next copy is one of the expert with most load per copy. Then the heaviest copies go first,
     each to the rank with the least load that has room and no copy of the expert. With several
@@ -177,20 +177,17 @@ def fresh(
 def check_slots(
     slots: Tensor, loads: Tensor, ep_size: int, most_copies: int | None = None
 ) -> Tensor:
-    """`slots`, as `balance` takes them, as int32 [L, P] on the CPU. Of `loads` only the shape
-    counts.
+    """Check `slots`, as `balance` takes them. Returns them as int32 [L, P] on the CPU.
 
-    Raises ValueError where they do not fit, or an expert has no slot, two on a rank, or more than
-    `most_copies`.
+    Only the shape of `loads` counts. Raises ValueError if the slots do not fit, or an expert has no
+    slot, two on a rank, or more than `most_copies`.
     """
     _positive("ep_size", ep_size)
-    is_integers = isinstance(slots, Tensor) and slots.dtype in (torch.int32, torch.int64)
-    if (
-        not is_integers
-        or slots.shape[:-1] != loads.shape[:-1]
-        or not slots.shape[-1]
-        or slots.shape[-1] % ep_size
-    ):
+    fits = False
+    if isinstance(slots, Tensor) and slots.dtype in (torch.int32, torch.int64):
+        *layers, P = slots.shape
+        fits = layers == list(loads.shape[:-1]) and P > 0 and P % ep_size == 0
+    if not fits:
         leading = "".join(f"{size}, " for size in loads.shape[:-1])
         raise ValueError(
             f"`slots` must be int32 or int64 [{leading}P], where {ep_size} ranks have as many, got "
@@ -231,7 +228,7 @@ def check_limits(max_moves: int, goal: float) -> None:
 
 
 def _loads(loads: Tensor) -> Tensor:
-    """float64 [L, E] on the CPU. Raises ValueError for what is no table of loads."""
+    """Check loads. Returns them as float64 [L, E] on the CPU. Raises ValueError."""
     is_table = isinstance(loads, Tensor) and loads.dim() in (1, 2) and bool(loads.numel())
     if not is_table or loads.is_complex():
         raise ValueError(f"`loads` must be numbers [L, E] or [E], got {describe(loads)}")
@@ -242,7 +239,7 @@ def _loads(loads: Tensor) -> Tensor:
 
 
 def _num_copies(slots_LP: Tensor, num_experts: int) -> Tensor:
-    """[L, E]: the copies of each expert."""
+    """Count the copies of each expert, [L, E]."""
     # Column 0 counts the empty slots.
     counts = torch.zeros(len(slots_LP), num_experts + 1, dtype=torch.int64)
     ones = torch.ones_like(slots_LP, dtype=torch.int64)

@@ -201,7 +201,7 @@ class LiveExperts:
         return moves
 
     def _check_registered(self, waves: list[Wave]) -> None:
-        """Raises ValueError where experts of a layer move that has not said where its weights
+        """Raise ValueError if experts of a layer move that has not said where its weights
         are.
         """
         tags = {move.layer + 1 for wave in waves for move in wave.moves}

@@ -105,7 +105,7 @@ class HeldVersions:
         return not self._differ
 
     def check(self) -> None:
-        """Raises EPStateError, which says what to do, where no round may begin."""
+        """Raise EPStateError, which says what to do, where no round may begin."""
         if not self.rounds_may_begin:
             what = f"the group has changed, and ranks have different weights, {self._differ}"
             raise EPStateError(f"{what}: {_REMEDY}")

@@ -76,9 +76,10 @@ class _Part(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Moves:
-    """The moves of one call of `replace`, on this rank. `tell` and `step` take them further.
+    """The moves of one call of `replace`, on this rank. `step` does what can be done, and `tell`
+    posts words.
 
-    Raises ValueError where `weights` returns tensors that do not fit.
+    Raises ValueError if `weights` returns tensors that do not fit.
 
     Attributes:
         version: of the tables that this rank uses; −1 before the first.
@@ -143,7 +144,7 @@ class Moves:
         self._seen = self._state()
 
     def _parts_by_rank(self, sizes: Sizes) -> list[list[_Part]]:
-        """What comes to each rank, in the order of waves, cut to the size of the staging."""
+        """The parts that come to each rank, in the order of waves. Each fits into the staging."""
         parts: list[list[_Part]] = [[] for _ in self._ranks]
         for wave, (moves, _) in enumerate(self.waves, 1):
             for move in moves:
@@ -154,7 +155,7 @@ class Moves:
         return parts
 
     def _checksum_of(self, sizes: Sizes) -> int:
-        """Of moves, tables and sizes; above `REFUSED`."""
+        """A checksum of moves, tables and sizes. It is above `REFUSED`."""
         moves = [wave.moves for wave in self.waves]
         checksum = crc32(repr((sizes, moves)).encode())
         for wave in self.waves:
@@ -176,8 +177,8 @@ class Moves:
 
     @property
     def done(self) -> bool:
-        """Whether all ranks use the tables of the last version, as far as this one knows, or the
-        moves have ended.
+        """Whether the moves have ended, or all ranks use the tables of the last version, as far as
+        this rank knows.
         """
         return self._done
 
@@ -200,7 +201,7 @@ class Moves:
             self._done = True
 
     def waits_for(self) -> list[int]:
-        """Other ranks that the next step of this one needs, as far as it knows."""
+        """The ranks for which the next step of this rank waits, as far as it knows."""
         if self._done or not self._words:
             return []
         if self.version == self.last:
@@ -217,9 +218,9 @@ class Moves:
         return [self._source_of(self._mine[self._copied])]
 
     def step(self) -> None:
-        """Do what can be done at once. It waits for no rank and for no kernel.
+        """Do what can be done at once, without waiting for a rank or a kernel.
 
-        Raises EPRefusedError where ranks have refused the call, or were given other tables or
+        Raises EPRefusedError if ranks have refused the call, or were given other tables or
         weights of other sizes: nothing has moved then, and these moves have ended.
         """
         if self._done:
@@ -245,7 +246,7 @@ class Moves:
         self._check_plan()
         self.last = min([self.last, *cancelled])
         # Use the next version, fill own slots, and send to others.
-        self._go_on()
+        self._use_next_version()
         self._copy()
         self._push()
         self.tell()
@@ -295,17 +296,19 @@ class Moves:
 
     @property
     def _ready(self) -> int:
-        """The last wave whose weights are in the slots of this rank, at most that behind the
-        version in use.
+        """The last wave whose weights are all in the slots of this rank. It is at most the wave
+        behind the version in use.
         """
-        whole = self.last
+        last_complete = self.last
         if self._copied < len(self._mine):
-            whole = self._mine[self._copied].wave - 1
-        return min(self.version + 1, self.last, whole)
+            last_complete = self._mine[self._copied].wave - 1
+        return min(self.version + 1, self.last, last_complete)
 
     def _check_plan(self) -> None:
-        """A rank whose word is of a newer call has ended this one, before this rank has said that
-        it is done: it was cancelled, refused or not the same, and nobody has begun the first wave.
+        """Raise EPRefusedError if ranks have refused the call, or were given other arguments.
+
+        A rank may have gone on to a newer call before this rank has said that it is done. Then it
+        has ended this one as cancelled, refused or different, and nobody has begun the first wave.
         """
         if self.version == self.last:
             return
@@ -317,7 +320,7 @@ class Moves:
             have_raised = all(plans[rank] == REFUSED for rank in others)
             raise EPRefusedError(others, have_raised)
 
-    def _go_on(self) -> None:
+    def _use_next_version(self) -> None:
         """Use the next version, once all ranks are ready for it."""
         version = self.version + 1
         if version > self.last:
@@ -372,11 +375,13 @@ class Moves:
             self._pushed[to] = number + 1
 
     def _source_of(self, part: _Part) -> int:
-        """The rank that sends it."""
+        """The rank that sends a part."""
         return part.move.source // self._S
 
     def _state(self) -> tuple[object, ...]:
-        """What changes when something happens. Words from COUNTED on are the balancer's."""
+        """Values of which one changes whenever something happens. Words from COUNTED on are the
+        balancer's.
+        """
         words = [row[: Word.COUNTED] for row in self._words]
         return self.version, self._copied, *self._pushed, words
 
@@ -397,8 +402,8 @@ class Moves:
         return [_in_order_of_memory(tensor) for tensor in tensors]
 
     def _sizes(self) -> Sizes:
-        """The shapes, in the order of memory, and dtypes of a slot's tensors, by layer whose
-        experts move. Raises ValueError where slots of a layer differ.
+        """The shapes, in the order of memory, and dtypes of a slot's tensors, for each layer whose
+        experts move. Raises ValueError if slots of a layer differ.
         """
         # Slots of this rank that give or take an expert.
         slots = set[tuple[int, int]]()
@@ -423,7 +428,7 @@ class Moves:
         return sizes
 
     def _post(self, word: Word, value: int, to: int | None = None) -> None:
-        """Post a word, unless it says this already: to one rank, or to all."""
+        """Post a word to one rank, or to all, unless it has this value already."""
         if self._told.get((word, to)) == value:
             return
         readers = self._ranks if to is None else [to]
@@ -431,7 +436,7 @@ class Moves:
         self._told[word, to] = value
 
     def _value(self, rank: int, word: Word) -> int:
-        """What a rank says in this call: `_UNSAID`, a value, or `_NEWER`."""
+        """The value of a rank's word in this call: `_UNSAID`, a value, or `_NEWER`."""
         number, value = divmod(self._words[rank][word], 1 << 32)
         if number > self.number:
             return _NEWER
@@ -440,7 +445,7 @@ class Moves:
         return value
 
     def _late(self, word: Word, least: int) -> list[int]:
-        """Ranks that have not said as much."""
+        """The ranks whose word is below `least`."""
         return [rank for rank in self._ranks if self._value(rank, word) < least]
 
     def __repr__(self) -> str:
@@ -464,7 +469,7 @@ def _in_order_of_memory(tensor: Tensor) -> Tensor:
 
 
 def _parts(wave: int, move: SlotMove, nbytes: int, staging: int) -> list[_Part]:
-    """The parts of a move of so many bytes, each of which fits into the staging."""
+    """Cut a move of `nbytes` into parts that fit into the staging."""
     parts = []
     for begin in range(0, nbytes, staging):
         end = min(begin + staging, nbytes)

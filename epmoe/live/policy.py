@@ -25,8 +25,8 @@ def few_moves(
     keep their slots.
 
     Moves to different ranks run at once, so a plan costs as much as the moves to one rank: all of
-    them, or as many as it has slots. Where a plan ends at `max_moves`, further ones lead on, about
-    as far as `fresh`: then the gain of the whole way counts.
+    them, or as many as it has slots. If a plan ends at `max_moves`, further plans lead on, about as
+    far as `fresh`. Then the gain of all these plans counts.
 
     Args:
         loads: float64 [L, E], since the last plan.
@@ -45,7 +45,7 @@ def few_moves(
     counts_L = torch.bincount(layers, minlength=len(slots))
     before_L = torch.tensor(plan.balance_before, dtype=torch.float64)
     after_L = torch.tensor(plan.balance_after, dtype=torch.float64)
-    # Where further plans lead on, the end of the way is that of a fresh table.
+    # Where further plans lead on, they end at the balance of a fresh table.
     end_L = after_L.clone()
     leads_on = (after_L > goal) & (counts_L > limits["max_moves"] - MOVES_OF_A_STEP)
     if leads_on.any():

@@ -73,7 +73,9 @@ _LOOK_S = 0.005
 # Between two looks at the thread.
 _GLANCE_S = 1e-4
 # The places of words: two of rank 0, then a report of each rank.
-_TARGET, _ROUND, _STAGED = range(3)
+_TARGET = 0
+_ROUND = 1
+_STAGED = 2
 # In place of a version or a round: there is none.
 _NONE = -1
 # Names of the scales, by the fp8 weights that have them.
@@ -81,7 +83,7 @@ _SCALES = {"w_gate_up": "gate_up_scales", "w_down": "down_scales"}
 
 
 class _Report(NamedTuple):
-    """What a rank says of a version. It travels as one word, so that nobody sees half of it."""
+    """What a rank reports of a version. It travels as one word, so that nobody sees half of it."""
 
     version: int
     is_staged: bool
@@ -89,14 +91,14 @@ class _Report(NamedTuple):
 
     @property
     def word(self) -> int:
-        """A version that is staged as it is, a failure below `_NONE`."""
+        """The report as a number: the version if it is staged, otherwise a number below `_NONE`."""
         if self.is_staged:
             return self.version
         return _NONE - 1 - self.version
 
     @classmethod
     def of(cls, word: int) -> _Report | None:
-        """None: the rank has said nothing yet."""
+        """The report that a word means; None if the rank has not reported yet."""
         if word == _NONE:
             return None
         if word < _NONE:
@@ -104,7 +106,7 @@ class _Report(NamedTuple):
         return cls(word, is_staged=True)
 
 
-class _Said(NamedTuple):
+class _Words(NamedTuple):
     """The words of all ranks at one moment."""
 
     target: int
@@ -123,19 +125,19 @@ class _Said(NamedTuple):
         return all(report == staged for report in self.reports)
 
 
-class _Found(NamedTuple):
-    """What a rank of a collective call sees."""
+class _Sight(NamedTuple):
+    """What one rank sees in a collective call."""
 
     newest: int
     """the newest whole version in the folder"""
     version: int
-    """that serves on the rank"""
+    """the version that serves on the rank"""
     is_late: bool
     """whether the time of the call has passed"""
 
 
 class _Run(NamedTuple):
-    """Rows of a rank that lie one behind another in a version, too."""
+    """Rows that follow one another both on a rank and in a version."""
 
     begin: int
     """the first row of the rank"""
@@ -146,8 +148,25 @@ class _Run(NamedTuple):
     """the first row there"""
 
 
+class _Place(NamedTuple):
+    """Where a version has the weights of an expert."""
+
+    weights: Tensors
+    row: int
+
+
+class _Rows(NamedTuple):
+    """Rows of one weight, for experts of this rank."""
+
+    weight: str
+    """the name of the weight"""
+    begin: int
+    """the first row on this rank"""
+    values: Tensor
+
+
 class Serving(Member, Protocol):
-    """What a `WeightReceiver` uses of an `ExpertParallel`."""
+    """The part of an `ExpertParallel` that a `WeightReceiver` uses."""
 
     device: torch.device
     live: Any
@@ -157,8 +176,8 @@ class Serving(Member, Protocol):
 
 
 class WeightReceiver:
-    """Takes the versions that `WeightSender`s of a trainer leave in a folder. All ranks make one,
-    and call `tick`.
+    """Takes the versions of weights that a trainer's `WeightSender`s leave in a folder. All ranks
+    make one, and call `tick`.
 
     The trainer has any number of ranks and any placement; experts come from it in fp32, fp16 or
     bf16, and become what this model has: the same, or fp8 in blocks. A version reaches all ranks
@@ -257,25 +276,25 @@ class WeightReceiver:
             if version is not None:
                 ep.versions.put(self._layers.values(), Held(version, ""))
             if not self._take_newest(peers, 0, 0.0):
-                self._go_on_with_held(peers)
+                self._serve_held(peers)
 
     def _take_memory(self, needs_spare: bool) -> None:
-        """The memory of the experts, and a second set of it where the caller has room."""
+        """Note the memory of the experts, and allocate a second set if the caller has room."""
         self._copies = processor_of(self._ep.device).weight_copies()
         weights = self._weights()
-        self._own = {
-            name: {each: weight.data for each, weight in of_layer.items()}
-            for name, of_layer in weights.items()
-        }
+        self._own: dict[str, Tensors] = {}
+        for layer, tensors in weights.items():
+            self._own[layer] = {name: weight.data for name, weight in tensors.items()}
         self._spare: dict[str, Tensors] | None = None
         if needs_spare:
-            self._spare = {name: _like(of_layer) for name, of_layer in weights.items()}
+            self._spare = {layer: _like(tensors) for layer, tensors in weights.items()}
         # Which of the two sets is staged. It stays so however often the flip begins.
         self._free = self._spare
         # torch may have taken this memory from work that still runs on other streams.
         self._await_device()
 
     def _share_words(self, peers: Any) -> None:
+        """Make the words that all ranks share."""
         self._words = shared_words(self._folder, peers, _STAGED + self._ep.size, _NONE)
         # The words of rank 0 by their address, which costs less than an operator.
         self._glance = (c_int64 * _STAGED).from_address(self._words.data_ptr())
@@ -301,14 +320,17 @@ class WeightReceiver:
         Raises:
             TimeoutError: the version did not come in time. Other ranks get a RuntimeError.
         """
-        with naming("load", [self._ep]), (peers := peers_of(self._ep)).together():
-            if not self._take_newest(peers, version, timeout_s):
-                what = (
-                    f"version {version} of the weights did not come into {self._folder} within "
-                    f"{timeout_s} s"
-                )
-                passed = "" if self.problem is None else f"; {self.problem}"
-                raise TimeoutError(f"{what}: {what_is_there(self._folder)}{passed}")
+        peers = peers_of(self._ep)
+        with naming("load", [self._ep]), peers.together():
+            if self._take_newest(peers, version, timeout_s):
+                return
+            why = what_is_there(self._folder)
+            if self.problem is not None:
+                why += f"; {self.problem}"
+            raise TimeoutError(
+                f"version {version} of the weights did not come into {self._folder} within "
+                f"{timeout_s} s: {why}"
+            )
 
     @property
     def exchange(self) -> Exchange:
@@ -332,42 +354,42 @@ class WeightReceiver:
         if self._has_nothing_to_do():
             return False
         round_number = self.exchange.rounds.count
-        said = self._read_words()
-        # Say STAGED behind the rounds so far: a flip to this version may come.
+        words = self._read_words()
+        # Report a version as staged once the rounds so far have run: a flip to it may come.
         staged = self._staged
-        if staged is not None and self._may_report(staged.number, said):
+        if staged is not None and self._may_report(staged.number, words):
             self._await_device()
             round_number = self.exchange.health(wait=False).rounds
             self._report(staged.number, is_staged=True)
-            said = self._read_words()
+            words = self._read_words()
         # Flip once this rank has opened the second round behind ROUND.
-        flips = self._flipped_behind < said.flip_round < round_number - 1
+        flips = self._flipped_behind < words.flip_round < round_number - 1
         if flips:
             assert self._staged is not None, "ROUND comes once all ranks have staged"
             self._flip(self._staged)
             # Both at once: interrupted between them, the next tick would flip to nothing.
-            self._staged, self._flipped_behind = None, said.flip_round
+            self._staged, self._flipped_behind = None, words.flip_round
         # A newer version waits for the flip that is to come.
-        is_flip_to_come = said.flip_round > self._flipped_behind
+        is_flip_to_come = words.flip_round > self._flipped_behind
         if not is_flip_to_come:
-            self._go_to_target(said)
+            self._go_to_target(words)
             if self._ep.rank == 0:
-                self._decide(said, round_number)
+                self._decide(words, round_number)
         return flips
 
-    def _may_report(self, number: int, said: _Said) -> bool:
-        """Whether STAGED is to be said of a version: it has not served, and no rank has failed."""
+    def _may_report(self, number: int, words: _Words) -> bool:
+        """Whether to report a version as staged: it has not served, and no rank has failed."""
         is_wanted = self.version < number == self._target
-        return is_wanted and not said.ranks_that_failed(number)
+        return is_wanted and not words.ranks_that_failed(number)
 
-    def _go_to_target(self, said: _Said) -> None:
-        """Begin to stage the version that rank 0 asks for, or hear why nobody takes it."""
-        if said.target > self._target:
-            self._worker.submit(partial(self._stage_and_say, said.target))
+    def _go_to_target(self, words: _Words) -> None:
+        """Begin to stage the version that rank 0 asks for, or learn why nobody takes it."""
+        if words.target > self._target:
+            self._worker.submit(partial(self._stage_and_report, words.target))
             # Last: after an exception before it the next tick does this again.
-            self._target = said.target
-        elif said.target > self.version and self.problem is None:
-            self._hear_of_failure(said)
+            self._target = words.target
+        elif words.target > self.version and self.problem is None:
+            self._learn_of_failure(words)
 
     def close(self) -> None:
         """End the thread, and let go of what is mapped. The version that serves stays.
@@ -381,10 +403,10 @@ class WeightReceiver:
         while self._writes and self._worker.lives:
             time.sleep(_GLANCE_S)
 
-    def _go_on_with_held(self, peers: Any) -> None:
-        """Serve what all ranks hold. Collective.
+    def _serve_held(self, peers: Any) -> None:
+        """Serve the version that all ranks hold. Collective.
 
-        Raises EPStateError where that is not one version.
+        Raises EPStateError if they hold different ones.
         """
         mine = self._ep.versions.of(self._layers.values())
         # JSON has made lists of the records.
@@ -403,12 +425,14 @@ class WeightReceiver:
         self.version = mine.version
 
     def _mark_received(self) -> None:
-        """All ranks have one version in these layers."""
+        """Record that all ranks have one version in these layers."""
         self._ep.versions.mark_received(self._layers.values())
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Copies into memory that no version has, unless this object is closed."""
+        """Copy within this context into memory that does not serve. Raises EPStateError if this
+        object is closed.
+        """
         # This goes before the look at the generation: `close` writes that, then looks here.
         self._writes = True
         try:
@@ -423,9 +447,7 @@ class WeightReceiver:
         return {*map(id, layers)}.isdisjoint(mine)
 
     def _has_nothing_to_do(self) -> bool:
-        """A glance at the words of rank 0, in 1 µs: no flip and no version is to come. `tick` reads
-        what has come in order.
-        """
+        """Whether no flip and no version is to come, by a glance of 1 µs at the words of rank 0."""
         target, flip_round = self._glance
         serves_target = target <= self._target == self.version
         if not serves_target or flip_round > self._flipped_behind:
@@ -449,9 +471,9 @@ class WeightReceiver:
                 "it is closed, or the group has changed: make a new WeightReceiver on all ranks"
             )
 
-    def _stage_and_say(self, number: int) -> None:
-        """Stage a version, on the thread. If that fails rank 0 is told; otherwise the next tick
-        says STAGED.
+    def _stage_and_report(self, number: int) -> None:
+        """Stage a version, on the thread. A failure is reported here; a staged version by the next
+        tick.
         """
         # A tick that was interrupted submits the same version a second time.
         if number != self._begun:
@@ -471,27 +493,27 @@ class WeightReceiver:
             if self.problem is not None:
                 traceback.clear_frames(self.problem.__traceback__)
 
-    def _hear_of_failure(self, said: _Said) -> None:
-        """Say which rank has not taken a version that this rank could take."""
-        failed = said.ranks_that_failed(said.target)
+    def _learn_of_failure(self, words: _Words) -> None:
+        """Note in `problem` which other rank could not take a version."""
+        failed = words.ranks_that_failed(words.target)
         if failed:
-            what = f"rank {failed[0]} has not taken version {said.target}: its `problem` says why"
+            what = f"rank {failed[0]} has not taken version {words.target}: its `problem` says why"
             self.problem = EPStateError(what)
 
     def _log_problem(self, number: int) -> None:
         _log.warning("version %d of the weights is not taken: %s", number, self.problem)
 
-    def _decide(self, said: _Said, round_number: int) -> None:
-        """Rank 0 lets all ranks flip, or asks for another version."""
-        target = said.target
+    def _decide(self, words: _Words, round_number: int) -> None:
+        """On rank 0: let all ranks flip, or ask for another version."""
+        target = words.target
         serves = target <= self.version
-        if not serves and said.all_have_staged(target):
+        if not serves and words.all_have_staged(target):
             self._post(_ROUND, round_number)
-        elif serves or said.ranks_that_failed(target):
+        elif serves or words.ranks_that_failed(target):
             self._ask_for_newer(target)
 
     def _ask_for_newer(self, target: int) -> None:
-        """Rank 0 looks into the folder, from time to time."""
+        """On rank 0: look into the folder, but not in every tick."""
         now = time.monotonic()
         if now - self._looked < _LOOK_S:
             return
@@ -502,41 +524,43 @@ class WeightReceiver:
 
     @takes_turn_of_exchange
     def _take_newest(self, peers: Any, least: int, timeout_s: float) -> bool:
-        """Take the newest version that all ranks find. Returns whether it is `least` at least, in
-        time. Collective.
+        """Take the newest version that all ranks find. Collective.
+
+        Returns whether it is `least` or a newer one, and has come in time.
         """
         self._check_state()
         deadline = time.monotonic() + timeout_s
         failed = _NONE
         while True:
             # Rank 0's folder and clock decide, so that all ranks go the same way.
-            mine = _Found(newest_version(self._folder), self.version, time.monotonic() > deadline)
-            found = [_Found(*each) for each in peers.all_gather(mine)]
-            newest = found[0].newest
+            mine = _Sight(newest_version(self._folder), self.version, time.monotonic() > deadline)
+            sights = [_Sight(*each) for each in peers.all_gather(mine)]
+            newest = sights[0].newest
             # A flip may have failed on some ranks, which serve an older version.
-            served = min(each.version for each in found)
+            served = min(sight.version for sight in sights)
             if newest > max(served, least - 1, failed):
                 if self._take_together(peers, newest):
                     return True
                 failed = newest
             elif served >= least:
                 return True
-            elif found[0].is_late:
+            elif sights[0].is_late:
                 return False
             else:
                 time.sleep(_LOOK_S)
 
     def _take_together(self, peers: Any, number: int) -> bool:
-        """Stage a version and flip to it, on all ranks or on none. Collective. Returns whether all
-        could stage it.
+        """Stage a version and flip to it, on all ranks or on none. Collective.
+
+        Returns whether all ranks could stage it.
         """
-        # The thread writes to where this version goes.
+        # The thread writes to the memory into which this version goes.
         self._await_worker()
         # Rank 0 takes back a flip that is to come, for all ranks, even if one raises.
         if self._ep.rank == 0:
             self._post(_ROUND, _NONE)
         peers.all_gather(None)
-        # If this is interrupted, ticks stage the target again, or say what is staged.
+        # If this is interrupted, ticks stage the target again, or report what is staged.
         self._target = self.version
         self._post(_STAGED + self._ep.rank, _NONE)
         self._staged = None
@@ -567,8 +591,9 @@ class WeightReceiver:
         return False
 
     def _stage(self, number: int) -> Version:
-        """Map a version, and copy it where there is memory. Raises ValueError where it does not
-        fit, and NotFiniteError.
+        """Map a version, and copy it into the spare memory, if there is any.
+
+        Raises ValueError if it does not fit, and NotFiniteError.
         """
         weights = self._weights()
         with self._copies.running():
@@ -588,7 +613,7 @@ class WeightReceiver:
         return version
 
     def _check_fits(self, version: Version, weights: Mapping[str, Tensors]) -> None:
-        """Raises ValueError where the version has other layers, experts or dense weights."""
+        """Raise ValueError if the version has other layers, experts or dense weights."""
         odd = sorted(weights.keys() ^ version.experts.keys())
         if odd:
             raise ValueError(
@@ -605,7 +630,7 @@ class WeightReceiver:
             )
 
     def _flip(self, version: Version) -> None:
-        """Let a version serve, between two rounds. After an exception it is done again, whole."""
+        """Let a version serve, between two rounds. After an exception, all of it is done again."""
         self._await_device()
         start = time.perf_counter()
         layers = self._layers.values()
@@ -630,46 +655,49 @@ class WeightReceiver:
 
     @torch.inference_mode()
     def _copy(self, version: Version, to: Mapping[str, Tensors]) -> None:
-        """Write this rank's experts of a version into tensors of their shapes, by layer."""
-        for name in self._layers:
+        """Write this rank's experts of a version into the tensors `to`, by layer."""
+        for layer in self._layers:
             # `close` ends a copy into spare memory, and no flip.
             if self._writes:
                 self._check_open()
-            for each, begin, rows in self._rows(version, name):
-                target = to[name][each][begin : begin + len(rows)]
+            for rows in self._rows(version, layer):
+                begin = rows.begin
+                target = to[layer][rows.weight][begin : begin + len(rows.values)]
                 if target.dtype != FP8:
-                    target.copy_(rows)
+                    target.copy_(rows.values)
                     continue
-                # One expert after another, which takes little memory.
-                for i, quantized in enumerate(map(quantize_weights, rows)):
+                # Quantize one expert after another, which takes little memory.
+                scales = to[layer][_SCALES[rows.weight]]
+                for i, quantized in enumerate(map(quantize_weights, rows.values)):
                     target[i].copy_(quantized.q)
-                    to[name][_SCALES[each]][begin + i].copy_(quantized.scales)
+                    scales[begin + i].copy_(quantized.scales)
 
-    def _rows(self, version: Version, name: str) -> Iterator[tuple[str, int, Tensor]]:
-        """What a version has for this rank's experts of a layer: the name of a weight, the first
-        row here, and values.
-        """
-        places: dict[int, tuple[Tensors, int]] = {}
-        for part in version.experts[name]:
-            for i, expert in enumerate(part.held):
-                places[expert] = (part.weights, i)
-        for run in _runs([places[expert] for expert in self._held(name)]):
-            for each, values in run.weights.items():
-                yield each, run.begin, values[run.first : run.first + run.num_rows]
+    def _rows(self, version: Version, layer: str) -> Iterator[_Rows]:
+        """The rows that a version has for this rank's experts of a layer."""
+        places: dict[int, _Place] = {}
+        for part in version.experts[layer]:
+            for row, expert in enumerate(part.held):
+                places[expert] = _Place(part.weights, row)
+        for run in _runs([places[expert] for expert in self._held_experts(layer)]):
+            for weight, values in run.weights.items():
+                yield _Rows(weight, run.begin, values[run.first : run.first + run.num_rows])
 
     @torch.inference_mode()
     def _check_values(self, version: Version, to: Mapping[str, Tensors]) -> None:
-        """Raises NotFiniteError, which says where the first value is that is not finite here."""
-        for name in self._layers:
-            held = self._held(name)
-            for each, begin, rows in self._rows(version, name):
-                dtype = to[name][each].dtype
+        """Raise NotFiniteError if a value is not finite in the dtype that it has here. The error
+        says where the first one is.
+        """
+        for layer in self._layers:
+            held = self._held_experts(layer)
+            for rows in self._rows(version, layer):
+                dtype = to[layer][rows.weight].dtype
                 # The scales of fp8 take any finite values.
                 if dtype == FP8:
-                    dtype = rows.dtype
-                odd = nonfinite_rows(rows, dtype)
+                    dtype = rows.values.dtype
+                odd = nonfinite_rows(rows.values, dtype)
                 if odd:
-                    where = f"`{each}` of expert {held[begin + odd[0]]} of {name!r}"
+                    expert = held[rows.begin + odd[0]]
+                    where = f"`{rows.weight}` of expert {expert} of {layer!r}"
                     _raise_not_finite(version, dtype, where)
         for name, value in version.dense.items():
             if nonfinite_rows(value[None], value.dtype):
@@ -691,13 +719,13 @@ class WeightReceiver:
     def _weights(self) -> dict[str, Tensors]:
         return {name: _weights_of(layer.experts) for name, layer in self._layers.items()}
 
-    def _held(self, name: str) -> list[int]:
-        """The logical experts of this rank's rows."""
-        return self._ep.logical_experts(self._layers[name].tag)
+    def _held_experts(self, layer: str) -> list[int]:
+        """The logical expert of each row of this rank in a layer."""
+        return self._ep.logical_experts(self._layers[layer].tag)
 
-    def _read_words(self) -> _Said:
-        target, flip_round, *words = ops.read_words(self._words).tolist()
-        return _Said(target, flip_round, [_Report.of(word) for word in words])
+    def _read_words(self) -> _Words:
+        target, flip_round, *reports = ops.read_words(self._words).tolist()
+        return _Words(target, flip_round, [_Report.of(word) for word in reports])
 
     def _report(self, version: int, is_staged: bool) -> None:
         self._post(_STAGED + self._ep.rank, _Report(version, is_staged).word)
@@ -710,17 +738,23 @@ _open = WeakSet[WeightReceiver]()
 
 
 def _names_of_state(model: nn.Module) -> dict[str, str]:
-    """The names in a model's state dict, by those without wrappers, of which the trainer has
-    others.
+    """The names in a model's state dict, by the same names without wrappers of torch. Names that
+    differ in wrappers only are left out.
     """
     names = list(model.state_dict(keep_vars=True))
     counts = Counter(map(name_without_wrappers, names))
-    by_plain = {name_without_wrappers(name): name for name in names}
-    return {plain: name for plain, name in by_plain.items() if counts[plain] == 1}
+    names_by_plain = {}
+    for name in names:
+        plain = name_without_wrappers(name)
+        if counts[plain] == 1:
+            names_by_plain[plain] = name
+    return names_by_plain
 
 
 def _check_taken(dense: Mapping[str, Tensor], taken: object) -> None:
-    """`taken` is what `load_state_dict` returns, or anything else."""
+    """Raise ValueError if the callback has taken no weight. `taken` is what it has returned, such
+    as the result of `load_state_dict`.
+    """
     unexpected = getattr(taken, "unexpected_keys", ())
     if dense and dense.keys() <= {*unexpected}:
         raise ValueError(
@@ -734,8 +768,8 @@ def _raise_not_finite(version: Version, dtype: torch.dtype, where: str) -> NoRet
 
 
 def _weights_of(experts: Any) -> Tensors:
-    """This rank's rows of the parameters, whose memory a flip changes. Raises ValueError for what
-    nobody makes.
+    """This rank's rows of the parameters, whose memory a flip changes. Raises ValueError for
+    experts in other formats than fp32, fp16, bf16 and fp8.
     """
     is_other_format = experts.is_quantized and not experts.is_fp8
     if is_other_format or experts.dtype not in FLOATS:
@@ -748,26 +782,28 @@ def _weights_of(experts: Any) -> Tensors:
 
 
 def _like(weights: Tensors) -> Tensors:
-    """Memory for a second set, of tensors that are of inference mode where these are."""
+    """Allocate a second set of tensors, of inference mode if these are."""
     with torch.inference_mode(next(iter(weights.values())).is_inference()):
         return {name: torch.empty_like(weight) for name, weight in weights.items()}
 
 
-def _runs(places: list[tuple[Tensors, int]]) -> Iterator[_Run]:
-    """The rows of a rank in runs. `places` has for each row its tensors and the row in them."""
+def _runs(places: list[_Place]) -> Iterator[_Run]:
+    """Cut the rows of a rank into runs. `places` has the place of each row in the version."""
     begin = 0
     for end in range(1, len(places) + 1):
-        weights, first = places[begin]
+        first = places[begin]
         if end < len(places):
-            next_weights, next_row = places[end]
-            if next_weights is weights and next_row == first + end - begin:
+            # The run goes on if the next row follows in the same tensors.
+            following = places[end]
+            row_in_run = first.row + end - begin
+            if following.weights is first.weights and following.row == row_in_run:
                 continue
-        yield _Run(begin, end - begin, weights, first)
+        yield _Run(begin, end - begin, first.weights, first.row)
         begin = end
 
 
 def _check_layer(version: Version, name: str, experts: Any, weights: Tensors) -> None:
-    """Raises ValueError where experts of a layer have other shapes, or compute something else."""
+    """Raise ValueError if experts of a layer have other shapes, or compute something else."""
     wanted = _shapes_of_experts(weights)
     for part in version.experts[name]:
         got = _shapes_of_experts(part.weights)

@@ -23,7 +23,7 @@ _PREFIX = ".words"
 def shared_words(folder: Path, peers: Any, count: int, value: int) -> Tensor:
     """int64 [count], `value` each, in memory of all ranks that no file names any more. Collective.
 
-    Raises ValueError where a rank does not see the file of rank 0.
+    Raises ValueError if a rank does not see the file of rank 0.
     """
     handle = -1
     path = ""

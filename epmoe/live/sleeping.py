@@ -1,4 +1,6 @@
-"""Weights whose memory goes while their host sleeps, and comes back at the same addresses."""
+"""Weights that give their memory away while their host sleeps, and get it back at the same
+addresses.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from epmoe.group.errors import EPStateError
 
 
 class SleepingWeights:
-    """Memory for the parameters and persistent buffers of a module, which can go and come back
-    while addresses stay.
+    """Memory for the parameters and persistent buffers of a module that can be freed and restored.
+    Addresses stay.
 
     CUDA graphs that are captured afterwards are good again after `restore`. Until then nobody may
     read the weights: on a GPU that is an error of CUDA, which ends the process's use of the GPU.
@@ -60,8 +62,8 @@ class SleepingWeights:
             begin += size
 
     def offload(self) -> None:
-        """Free their memory, and keep a copy on the host. It waits for the GPU. Where it raises,
-        they are there.
+        """Free the memory of the weights, and keep a copy on the host. It waits for the GPU. If it
+        raises, the weights are still there.
         """
         if not self._places.mapped:
             return
@@ -74,17 +76,18 @@ class SleepingWeights:
             raise
 
     def discard(self) -> None:
-        """Free their memory: after `restore` the host loads them again. It waits for the GPU."""
+        """Free the memory of the weights without a copy. The host loads them again after
+        `restore`. It waits for the GPU.
+        """
         self._places.unmap()
 
     def restore(self) -> None:
-        """Their memory is back, after `offload` with its contents. What loads weights comes after
-        it.
+        """Bring the memory of the weights back; after `offload`, with its contents. Load weights
+        after it, not before.
 
-        Raises MemoryError where others have it by now. Raises EPStateError where somebody has
-        written weights while their memory was gone, as a loader of `recover` or `resize` that did
-        not call this first: the memory is back then, without what was written. A GPU refuses such
-        writes itself.
+        Raises MemoryError if others use the memory by now. Raises EPStateError if somebody has
+        written weights while their memory was gone, such as a loader of `recover` or `resize`: the
+        memory is back then, without what was written. A GPU refuses such writes itself.
         """
         was_written = False
         if not self._places.mapped:
@@ -109,8 +112,8 @@ class SleepingWeights:
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:
-    """The parameters and persistent buffers, each once. Raises TypeError for what is no plain
-    memory.
+    """The parameters and persistent buffers, each once. Raises TypeError for a tensor that is no
+    plain memory.
     """
     own = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     # A state dict may also have tensors that are made for it.
@@ -125,7 +128,7 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 def _device_of(tensors: Sequence[Tensor]) -> torch.device:
-    """The device of all. Raises ValueError where it is not one that has memory."""
+    """The one device of all tensors. Raises ValueError for several devices, or the meta device."""
     devices = {tensor.device for tensor in tensors}
     if len(devices) != 1 or torch.device("meta") in devices:
         raise ValueError(
@@ -136,13 +139,16 @@ def _device_of(tensors: Sequence[Tensor]) -> torch.device:
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is the bytes of its storage, and nothing else."""
-    whole = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
-    return whole and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
+        return False
+    return not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 def _move(views: Sequence[Tensor], place: Tensor) -> None:
-    """Let tensors that share a storage share a copy of it in `place` instead. Each storage moves by
-    itself: a storage for all tensors would be written whole for each of them in a checkpoint.
+    """Move tensors that share a storage: copy it to `place`, and let the tensors share the copy.
+
+    Each storage moves by itself. A checkpoint would write one storage of all tensors for each of
+    them.
     """
     # Copy the bytes of the storage.
     with torch.no_grad():

@@ -1,7 +1,7 @@
-"""Tables of slots that outlive their group, with `placement.live`: in a file, or on the ranks that
-keep their experts.
+"""Tables of slots that outlive their group, with `placement.live`. They come from a file, or from
+ranks that keep their experts.
 
-A table has for each layer the expert in each slot, or −1.
+A table has the expert in each slot of each layer, or −1.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _MOST_NAMED = 8
 
 
 def read_slots(config: EPConfig) -> Table:
-    """The table of the file that `placement.slots` names. Raises ConfigError, which names the file
-    and the mistake.
+    """Read the table from the file that `placement.slots` names. Raises ConfigError, which names
+    the file and the mistake.
     """
     path = str(config.placement.slots)
     found = read_config(path, holds="a list `slots:` of layers")
@@ -41,7 +41,9 @@ def read_slots(config: EPConfig) -> Table:
 
 
 def _table_of(found: dict[str, Any], config: EPConfig) -> Table:
-    """What a file holds. Raises ValueError for anything but a table of this configuration."""
+    """Check the contents of a file. Raises ValueError unless they are a table of this
+    configuration.
+    """
     section = config.placement
     R = config.topology.ep_size
     L = section.layers
@@ -62,8 +64,8 @@ def _table_of(found: dict[str, Any], config: EPConfig) -> Table:
 
 
 def write_slots(path: str | os.PathLike[str], slots: Tensor) -> None:
-    """Write a table [layers, P] for `placement.slots`, in one step: whoever reads meets the old
-    file or the new one.
+    """Write a table [layers, P] for `placement.slots`. Readers find the old file or the new one,
+    never a part.
     """
     path = Path(path)
     # Draft, bring to the disk, and rename.
@@ -80,7 +82,7 @@ def write_slots(path: str | os.PathLike[str], slots: Tensor) -> None:
 
 
 def slots_of(table: Table, rank: int, config: EPConfig) -> Table:
-    """The part of one rank."""
+    """The part of a table that one rank has."""
     S = config.placement.slots_per_rank or 0
     return [layer[rank * S : (rank + 1) * S] for layer in table]
 
@@ -92,11 +94,11 @@ def agree_on_slots(
     first: Table | None,
     spread_lost: bool,
 ) -> Table | None:
-    """The table of a group whose ranks bring experts, as `keep_slots` makes it; None where no rank
+    """Make the table of a group whose ranks bring experts, by `keep_slots`. Returns None if no rank
     brings any.
 
-    `held` is what each rank says that it holds; `first` is what this rank has read from a file.
-    Raises ValueError where ranks have read other files, and what `keep_slots` does.
+    `held` is what each rank says that it holds, and `first` the table that this rank has read from
+    a file. Raises ValueError if ranks have read different files, and what `keep_slots` does.
     """
     # A new group begins with the file, or with the usual slots.
     if all(table is None for table in held):
@@ -109,7 +111,7 @@ def agree_on_slots(
 def _check_same_file(
     config: EPConfig, held: Sequence[Table | None], rank: int, first: Table
 ) -> None:
-    """Raises ValueError where a rank holds something else than the file of this one says."""
+    """Raise ValueError if a rank holds something else than the file of this rank says."""
     others = [other for other, table in enumerate(held) if table != slots_of(first, other, config)]
     if others:
         raise ValueError(
@@ -119,18 +121,17 @@ def _check_same_file(
 
 
 def keep_slots(config: EPConfig, held: Sequence[Table | None], spread_lost: bool) -> Table:
-    """The table of a group whose ranks keep their experts, in which every expert has a slot.
+    """Make a table in which ranks keep their experts, and every expert has a slot.
 
-    A rank may have held fewer slots than in `config`, or None if it is new. `spread_lost` puts
-    experts that no rank holds on the ranks with the fewest: in empty slots, or where there is none
-    in place of a copy of the expert with the most. Without it they raise a ValueError, which names
-    them.
+    A rank may have held fewer slots than in `config`, or None if it is new. With `spread_lost`,
+    experts that no rank holds go to the ranks with the fewest experts: into empty slots, otherwise
+    in place of a copy of the expert with the most. Without it, a ValueError names them.
     """
     E = config.model.num_experts
     S = config.placement.slots_per_rank or 0
     L = config.placement.layers
     nothing: Table = [[] for _ in range(L)]
-    # The slots of all ranks behind one another, those that a rank did not have as empty.
+    # Join the slots of all ranks. Slots that a rank did not have are empty.
     slots: Table = [[] for _ in range(L)]
     for table in held:
         for layer, experts in zip(slots, table or nothing, strict=True):
@@ -150,7 +151,7 @@ def keep_slots(config: EPConfig, held: Sequence[Table | None], spread_lost: bool
 
 
 def _fill(layer: list[int], experts: list[int], S: int) -> None:
-    """Put experts that have no slot into `layer`."""
+    """Give each of these experts, which have no slot, one in `layer`."""
     # By rank: experts that it has got here.
     given = Counter[int]()
     for expert in experts:

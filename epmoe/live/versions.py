@@ -62,7 +62,7 @@ class _Writer(NamedTuple):
 
 
 class _File(NamedTuple):
-    """A part of a version: that of one rank."""
+    """The part of a version that one rank has written."""
 
     name: str
     version: int
@@ -70,7 +70,7 @@ class _File(NamedTuple):
 
 
 class Computation(NamedTuple):
-    """What experts compute, beside their weights; see `GroupedExperts`."""
+    """How experts compute, besides their weights; see `GroupedExperts`."""
 
     interleaved: bool
     limit: float | None
@@ -79,7 +79,7 @@ class Computation(NamedTuple):
 
 
 PLAIN = Computation(interleaved=False, limit=None, alpha=1.0, up_offset=0.0)
-"""SwiGLU as it is"""
+"""SwiGLU without any option"""
 
 
 class Experts(NamedTuple):
@@ -110,7 +110,7 @@ class _Layout(NamedTuple):
 
 
 class _Offers(NamedTuple):
-    """How versions on a GPU are handed over."""
+    """What hands versions in GPU memory over to other processes."""
 
     memory: Memory
     handout: Handout
@@ -220,7 +220,8 @@ class WeightSender:
         parts = {name: _plain_tuple(each) for name, each in experts.items()}
         try:
             self._write(whole, parts, plain, tables, files)
-        except EPStateError:  # another trainer has the folder
+        except EPStateError:
+            # Another trainer has the folder.
             raise
         except BaseException as error:
             others_wait = self._ep.size > 1 and not whole.exists()
@@ -234,10 +235,8 @@ class WeightSender:
         return list(_files(os.listdir(self._folder)))
 
     def _remove_drafts_of_others(self, group: str) -> None:
-        """Remove drafts of ranks that have died. Raises EPStateError where another trainer has
-        begun.
-        """
-        # List them before the check: then none is of another trainer that lives.
+        """Remove drafts of dead ranks. Raises EPStateError if another trainer has begun."""
+        # List them before the check: then no draft belongs to another trainer that lives.
         drafts = [*self._folder.glob(".v*")]
         self._check_trainer()
         for draft in drafts:
@@ -249,7 +248,7 @@ class WeightSender:
         """Remove versions that nobody needs any more, and notes about them."""
         # Look again: the rank that writes its part last sees a whole version.
         files = self._files_there()
-        stay = _that_stay(files, self._keep)
+        stay = _versions_to_keep(files, self._keep)
         # Parts of any rank go: without one of them the version is not whole for anybody.
         for file in files:
             if file.version not in stay:
@@ -266,9 +265,9 @@ class WeightSender:
         tables: list[dict[str, Tensor]],
         files: list[_File],
     ) -> None:
-        """Write a file of a version. Tensors in the tables move into memory that this makes."""
+        """Write this rank's file of a version. Tensors in the tables move to new memory."""
         version = _parsed(whole).version
-        # On GPUs a piece of GPU memory takes them, and leaves meta tensors here.
+        # Tensors on a GPU move into a piece of GPU memory, and leave meta tensors here.
         socket = None
         if self._offers is not None:
             socket = self._offer(self._offers, version, tables, files)
@@ -295,7 +294,7 @@ class WeightSender:
             raise
 
     def _hear_of_failures(self, group: str) -> None:
-        """Raises OSError once for each version of this group that another rank could not send."""
+        """Raise OSError, once for each version of this group that another rank could not send."""
         for note in sorted(self._folder.glob(f"{_FAILED}*")):
             failed = _parsed(note)
             # A trainer that has gone has left it.
@@ -324,14 +323,15 @@ class WeightSender:
     def _offer(
         self, offers: _Offers, version: int, tables: list[dict[str, Tensor]], files: list[_File]
     ) -> str:
-        """Put the tensors on the GPU into a new piece of its memory; in the tables they become meta
-        tensors. `files` are those in the folder before this version. Returns the name of the
-        socket.
+        """Copy the tensors on the GPU into a new piece of its memory. In the tables they become
+        meta tensors.
+
+        `files` are those in the folder before this version. Returns the name of the socket.
         """
         memory, handout = offers
         layout = _laid_out(tables, memory.device)
         # Old pieces go before the new one takes room.
-        handout.drop_others(_that_stay(files, self._keep - 1))
+        handout.drop_others(_versions_to_keep(files, self._keep - 1))
         handout.drop(MOST_DESCRIPTORS - 1)
         piece = Places(memory, 1, layout.nbytes)
         try:
@@ -367,7 +367,7 @@ class Version(NamedTuple):
 
 
 def newest_version(folder: Path) -> int:
-    """The newest complete version; −1 for none, also where nobody has the folder any more."""
+    """The newest complete version; −1 if there is none, or no folder any more."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -376,7 +376,7 @@ def newest_version(folder: Path) -> int:
 
 
 def what_is_there(folder: Path) -> str:
-    """The newest complete version, in words, and which ranks of the trainer a newer one lacks."""
+    """Text that names the newest complete version, and the ranks that a newer version lacks."""
     newest = newest_version(folder)
     said = f"the newest whole version is {newest}" if newest >= 0 else "no version is whole"
     names = os.listdir(folder) if folder.exists() else []
@@ -391,10 +391,10 @@ def what_is_there(folder: Path) -> str:
 
 
 def map_version(folder: Path, number: int, memory: Memory | None) -> Version:
-    """Map a version, by `memory` what lies in that of a GPU.
+    """Map a version into this process. `memory` maps tensors that lie in GPU memory.
 
-    Raises FileNotFoundError where the trainer has removed it or has died, and ValueError where it
-    lies on GPUs, and this rank has none, or where two trainers have sent it, or two ranks the same
+    Raises FileNotFoundError if the trainer has removed the version or has died. Raises ValueError
+    if it lies on GPUs and this rank has none, if two trainers have sent it, or two ranks the same
     dense weight.
     """
     found = _complete(_files(path.name for path in folder.glob(f"v{number:013}.*")))
@@ -428,7 +428,7 @@ def map_version(folder: Path, number: int, memory: Memory | None) -> Version:
 
 
 def check_all_experts(version: Version, name: str, num_experts: int) -> None:
-    """Raises ValueError where a layer of the version lacks an expert."""
+    """Raise ValueError if a layer of the version lacks an expert."""
     sent = {expert for part in version.experts[name] for expert in part.held} - {EMPTY}
     if sent != {*range(num_experts)}:
         raise ValueError(
@@ -437,7 +437,7 @@ def check_all_experts(version: Version, name: str, num_experts: int) -> None:
 
 
 def _map_offer(part: dict[str, Any], number: int, memory: Memory | None) -> None:
-    """Put tensors of this process in the places of meta tensors."""
+    """Replace the meta tensors of a part by tensors that map the trainer's GPU memory."""
     if memory is None:
         raise ValueError(
             f"version {number} lies in GPU memory: WeightSender(…, on_host=True) has it on the host"
@@ -460,7 +460,7 @@ def _map_offer(part: dict[str, Any], number: int, memory: Memory | None) -> None
 
 
 def _laid_out(tables: list[dict[str, Tensor]], device: torch.device) -> _Layout:
-    """The tensors on a device in one piece of memory, in the order of the tables."""
+    """Lay the tensors of a device out in one piece of memory, in the order of the tables."""
     places = []
     end = 0
     for table in tables:
@@ -472,25 +472,25 @@ def _laid_out(tables: list[dict[str, Tensor]], device: torch.device) -> _Layout:
 
 
 def _view(region: Tensor, begin: int, value: Tensor) -> Tensor:
-    """The place of a tensor in bytes of memory, without gaps, from `begin` on."""
+    """A view of memory from byte `begin` on, with the shape and dtype of a tensor."""
     nbytes = value.numel() * value.itemsize
     return region[begin : begin + nbytes].view(value.dtype).view(value.shape)
 
 
 def shared_memory(device: torch.device) -> Memory | None:
-    """Memory of a GPU, that other processes map; None on CPUs, where they map files."""
+    """Memory of a GPU that other processes can map; None on CPUs, where they map files."""
     return processor_of(device).shared_memory()
 
 
 def _leave_note(note: Path, error: BaseException) -> None:
-    """Tell the other ranks, in the file's name at least."""
+    """Leave a note of a failure for the other ranks; without room for text, its name alone."""
     with suppress(OSError):
         note.touch()
         note.write_text(f"{type(error).__name__}: {error}")
 
 
 def _parsed(path: Path) -> _File:
-    """What the name of a file, or of a note, says."""
+    """Read the name of a file or of a note."""
     return next(_files([path.name.removeprefix(_FAILED)]))
 
 
@@ -500,7 +500,7 @@ def _name_of(version: int, writer: _Writer) -> str:
 
 
 def _files(names: Iterable[str]) -> Iterator[_File]:
-    """What names say, of those that are names of files of versions."""
+    """Read the names that are names of files of versions, and skip others."""
     for name in names:
         found = _FILE.fullmatch(name)
         if found:
@@ -514,7 +514,7 @@ def _are_of_one_version(file: _File, other: _File) -> bool:
 
 
 def _complete(files: Iterable[_File]) -> list[list[_File]]:
-    """The files of each version of which all ranks of a group have theirs."""
+    """The files of each complete version: all ranks of one group have written theirs."""
     versions = dict[tuple[int, str, int], list[_File]]()
     for file in files:
         key = (file.version, file.writer.group, file.writer.size)
@@ -523,8 +523,8 @@ def _complete(files: Iterable[_File]) -> list[list[_File]]:
 
 
 def _check_number(version: int, files: list[_File], writer: _Writer) -> None:
-    """Raises ValueError unless it is above all that this rank has sent, and all whole versions of
-    other groups.
+    """Raise ValueError unless the number is above all versions that this rank has sent, and all
+    whole versions of other groups.
     """
     earlier = [file.version for file in files if file.writer == writer]
     for parts in _complete(files):
@@ -538,13 +538,14 @@ def _check_number(version: int, files: list[_File], writer: _Writer) -> None:
 
 
 def _check_has_weights(tables: list[dict[str, Tensor]]) -> None:
+    """Raise ValueError for a meta tensor."""
     for table in tables:
         for name, value in table.items():
             if value.is_meta:
                 raise ValueError(f"{name!r} is a meta tensor, which has no weights to send")
 
 
-def _that_stay(files: list[_File], keep: int) -> set[int]:
+def _versions_to_keep(files: list[_File], keep: int) -> set[int]:
     """The `keep` newest whole versions, and as many newer ones that are not whole yet.
 
     One below a whole version never becomes whole: each rank sends growing numbers.
@@ -556,8 +557,8 @@ def _that_stay(files: list[_File], keep: int) -> set[int]:
 
 
 def layers_to_hand_over(model: nn.Module) -> dict[str, Any]:
-    """The layers of a model, by name. Raises ValueError where there is none, or one has other
-    experts.
+    """The layers of a model by name. Raises ValueError if there is none, or one has other experts
+    than `GroupedExperts`.
     """
     layers = layers_of(model)
     odd = [name for name, layer in layers.items() if not isinstance(layer.experts, GroupedExperts)]
@@ -568,8 +569,8 @@ def layers_to_hand_over(model: nn.Module) -> dict[str, Any]:
 
 
 def own_folder(folder: str | os.PathLike[str]) -> Path:
-    """The folder, made if need be, without what servers have left that were killed. Raises
-    PermissionError where others could write into it.
+    """Make the folder, if need be, and remove files of servers that were killed. Raises
+    PermissionError if others could write into it.
     """
     path = Path(folder).absolute()
     path.mkdir(0o700, parents=True, exist_ok=True)
@@ -581,16 +582,17 @@ def own_folder(folder: str | os.PathLike[str]) -> Path:
 
 
 def computes(experts: GroupedExperts) -> Computation:
+    """How these experts compute."""
     return Computation(experts.interleaved, experts.limit, experts.alpha, experts.up_offset)
 
 
 def _plain_tuple(experts: Experts) -> tuple[Any, ...]:
-    """As a file has it: torch loads no classes of ours with `weights_only`."""
+    """The fields as plain values, for a file: with `weights_only` torch loads no other classes."""
     return experts.held, tuple(experts.computes), experts.weights
 
 
 def _experts_of(layer: Any) -> Experts:
-    """The experts of this rank. Raises ValueError where they cannot be sent."""
+    """The experts of this rank. Raises ValueError if they cannot be sent."""
     experts = layer.experts
     if experts.dtype not in FLOATS or experts.is_quantized:
         raise ValueError(
@@ -612,8 +614,9 @@ def _experts_of(layer: Any) -> Experts:
 
 
 def _plain_tensors(dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By names without parts of wrappers. Raises TypeError for what is no plain tensor, and
-    ValueError for a name that is there twice.
+    """Check dense weights. Returns them by their names without wrappers of torch.
+
+    Raises TypeError if one is no plain tensor, and ValueError if a name is there twice.
     """
     for name, value in dense.items():
         is_plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
@@ -630,7 +633,7 @@ def _plain_tensors(dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _plain(value: Tensor) -> Tensor:
-    """The value on the CPU, in memory of its own size, of which a file has all."""
+    """Copy a value to the CPU, into memory of its own size: a file gets all of its memory."""
     value = value.detach().cpu().contiguous()
     is_part = value.untyped_storage().nbytes() != value.nbytes
     return value.clone() if is_part else value

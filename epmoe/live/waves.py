@@ -27,7 +27,7 @@ class SlotMove(NamedTuple):
 
 
 class Wave(NamedTuple):
-    """Moves that run at the same time: nobody uses their slots meanwhile."""
+    """Moves that run at the same time. Nobody uses their slots meanwhile."""
 
     moves: list[SlotMove]
     slots: Tensor
@@ -35,8 +35,8 @@ class Wave(NamedTuple):
 
 
 def in_place(before: Tensor, after: Tensor, slots_per_rank: int) -> Tensor:
-    """`after` with each rank's slots in an order in which experts that stay on the rank stay where
-    they are.
+    """Reorder the slots of each rank in `after`, so that experts that stay on a rank keep their
+    slots.
     """
     L, P = before.shape
     by_rank = (L, P // slots_per_rank, slots_per_rank)
@@ -54,11 +54,11 @@ def in_place(before: Tensor, after: Tensor, slots_per_rank: int) -> Tensor:
 
 
 def plan_waves(before: Tensor, after: Tensor, slots_per_rank: int) -> list[Wave]:
-    """Waves that lead from `before` to `after`.
+    """Plan the waves that lead from `before` to `after`.
 
     A wave overwrites a slot only if it is empty or another slot, which the wave leaves alone, holds
     its expert. Where experts without another copy change places, one of them makes a detour by a
-    slot that may be overwritten. Raises ValueError where no slot is free for a detour.
+    slot that may be overwritten. Raises ValueError if no slot is free for a detour.
 
     Every expert has a slot in `before`, and `after` is as `in_place` gives it. The last wave leads
     to `after`, up to the order of the slots of a rank. Where nothing moves there is no wave.
@@ -87,8 +87,9 @@ def plan_waves(before: Tensor, after: Tensor, slots_per_rank: int) -> list[Wave]
 
 
 def _wave_of(layer: int, now: Tensor, after: Tensor, S: int, detours: set[int]) -> list[SlotMove]:
-    """The moves of one layer. `detours` gets the slot of a detour, and slots of a rank in `after`
-    may change places.
+    """Plan the moves of one layer in the next wave.
+
+    It adds the slot of a detour to `detours`, and may swap slots of a rank in `after`.
     """
     wave = _LayerWave(layer, now.tolist(), S)
     target = after.tolist()
@@ -140,7 +141,7 @@ class _LayerWave:
         self._pushes: dict[int, int] = {}
 
     def may_overwrite(self, slot: int, copies_left: int = 1) -> bool:
-        """Whether nobody reads a slot, and its expert has more copies than these with it."""
+        """Whether nobody reads a slot, and its expert keeps at least `copies_left` other copies."""
         if slot in self._sources:
             return False
         expert = self.held[slot]
@@ -152,10 +153,9 @@ class _LayerWave:
         if overwritten != EMPTY:
             self._holders[overwritten].discard(slot)
 
-        def cost(source: int) -> tuple[int, int]:
-            return self._pushes.get(source // self._S, 0), source
-
-        source = min(self._holders[expert] - self._taken, key=cost)
+        # Of equal ranks take the lowest slot.
+        sources = sorted(self._holders[expert] - self._taken)
+        source = min(sources, key=lambda slot: self._pushes.get(slot // self._S, 0))
         rank = source // self._S
         self._pushes[rank] = self._pushes.get(rank, 0) + 1
         self._taken.add(slot)
@@ -163,22 +163,22 @@ class _LayerWave:
         self.moves.append(SlotMove(self._layer, expert, slot, source))
 
     def detour_of(self, expert: int, target: list[int]) -> int | None:
-        """The best slot for a further copy of an expert, on a rank without one. None: no slot is
-        free.
+        """The best slot for a further copy of an expert, on a rank without one; None if no slot is
+        free. A rank that is to have the expert is best, then a slot that is to be empty.
         """
         S = self._S
         ranks = {holder // S for holder in self._holders[expert]}
         wanted = self.slots_by_rank(target, expert)
-        free = []
+        best: tuple[bool, bool] | None = None
+        best_slot: int | None = None
         for slot in range(len(self.held)):
-            if slot // S not in ranks and self.may_overwrite(slot):
-                free.append(slot)
-
-        def cost(slot: int) -> tuple[bool, bool, int]:
-            """Best is a rank that is to have it, then a slot that is to be empty."""
-            return slot // S not in wanted, target[slot] != EMPTY, slot
-
-        return min(free, key=cost, default=None)
+            if slot // S in ranks or not self.may_overwrite(slot):
+                continue
+            rating = (slot // S in wanted, target[slot] == EMPTY)
+            if best is None or rating > best:
+                best = rating
+                best_slot = slot
+        return best_slot
 
     def slots_by_rank(self, target: list[int], expert: int) -> dict[int, int]:
         """The slot that is to hold an expert, by its rank."""

@@ -74,7 +74,7 @@ _Sizes = tuple[int, int, int, int]
 
 
 class _Config(BaseModel):
-    """What of PEFT's `adapter_config.json` says which function an adapter is."""
+    """The keys of PEFT's `adapter_config.json` that say what an adapter computes."""
 
     model_config = ConfigDict(extra="allow")
     peft_type: Literal["LORA"]
@@ -88,7 +88,7 @@ class _Config(BaseModel):
 
     @classmethod
     def read(cls, file: Path) -> _Config:
-        """The config in a file. Raises ValueError where it is none of a plain LoRA."""
+        """Read the config in a file. Raises ValueError unless it is that of a plain LoRA."""
         try:
             config = cls.model_validate_json(file.read_bytes())
         except (OSError, ValidationError) as error:
@@ -101,8 +101,9 @@ class _Config(BaseModel):
         return config
 
     def is_sure_of_square(self, interleaved: bool) -> bool:
-        """Whether b · a is a square weight [n, k] of experts, not its transpose: since PEFT 0.20,
-        and before 0.19 for gpt-oss, whose parameters are [k, n].
+        """Whether b · a, if it is square, is surely a weight [n, k] of experts and not its
+        transpose. PEFT is sure since 0.20, and before 0.19 for gpt-oss, whose parameters are
+        [k, n].
         """
         numbers = re.findall(r"\d+", self.peft_version or "")
         version = [int(number) for number in numbers[:2]]
@@ -118,8 +119,19 @@ class _Config(BaseModel):
         return r, scaling
 
 
+class _Place(NamedTuple):
+    """Where the factors of a projection of one expert go."""
+
+    part: int
+    """0 for `gate_up`, 1 for `down`"""
+    rows: slice
+    """its rows of the weight"""
+    shape: tuple[int, int]
+    """n and k of the projection"""
+
+
 class StoredAdapter(NamedTuple):
-    """An adapter of all E experts of a MoE block, on the CPU, whose b have its scaling."""
+    """An adapter of all E experts of a MoE block, on the CPU. b includes its scaling."""
 
     gate_up: _Factors | None
     """a [E, r, D] and b [E, 2F, r]; None: the adapter leaves these weights alone"""
@@ -128,9 +140,7 @@ class StoredAdapter(NamedTuple):
 
     @classmethod
     def from_lora(cls, adapter: LoRA | None, sizes: _Sizes) -> StoredAdapter:
-        """Factors that a caller has; None adds nothing. Raises TypeError or ValueError where they
-        do not fit.
-        """
+        """Check factors of a caller; None adds nothing. Raises TypeError or ValueError."""
         E, D, wide, F = sizes
         parts = list[_Factors | None]()
         for name, (n, k) in (("gate_up", (wide, D)), ("down", (D, F))):
@@ -145,10 +155,13 @@ class StoredAdapter(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Of all that makes the adapter."""
+        """A digest of shapes, dtypes and values, equal for equal adapters."""
         digest = hashlib.blake2b()
         for part in self:
-            digest.update(f"{part and [*map(describe, part)]}".encode())
+            described = None
+            if part is not None:
+                described = [describe(factor) for factor in part]
+            digest.update(str(described).encode())
             for factor in part or ():
                 digest.update(factor.contiguous().view(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
@@ -230,8 +243,8 @@ def read_adapter(
 
 
 def _of_experts(names: Sequence[str], block: str, experts_only: bool) -> list[str]:
-    """The names of tensors of a block's experts. Raises ValueError for parts that nobody serves,
-    and for nothing.
+    """Pick the names of tensors of a block's experts. Raises ValueError if there are none, and for
+    parts of the adapter that nobody serves.
     """
     ours = []
     unserved = []
@@ -260,8 +273,8 @@ def _of_experts(names: Sequence[str], block: str, experts_only: bool) -> list[st
 def _assembled(
     tensors: Mapping[str, Tensor], block: str, config: _Config, sizes: _Sizes, interleaved: bool
 ) -> StoredAdapter:
-    """The adapter that the tensors of its experts make. Raises ValueError where they do not fit."""
-    # By module, its tensors by the end of their names.
+    """Make the adapter from the tensors of its experts. Raises ValueError if they do not fit."""
+    # The tensors of each module, by the end of their names.
     modules: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         module, _, end = name.partition(_LORA)
@@ -280,7 +293,7 @@ def _of_all(
     sizes: _Sizes,
     interleaved: bool,
 ) -> StoredAdapter:
-    """The adapter of modules with all experts."""
+    """Make an adapter from modules that have all experts each."""
     E, D, wide, F = sizes
     shapes = ((wide, D), (D, F))
     parts: list[_Factors | None] = [None, None]
@@ -309,7 +322,7 @@ def _of_all(
 
 
 def _shape_of_weight(ends: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """n and k of b · a, as far as the tensors are there."""
+    """The shape n, k of b · a. A factor that is missing leaves its dimension out."""
     shape = []
     for end, dim in ((_B, 0), (_A, -1)):
         if end in ends and ends[end].dim():
@@ -324,7 +337,7 @@ def _of_single(
     sizes: _Sizes,
     interleaved: bool,
 ) -> StoredAdapter:
-    """The adapter of modules of single experts. Factors of gate and of up stand side by side."""
+    """Make an adapter from modules of single experts. Factors of gate and up lie side by side."""
     E, D, wide, F = sizes
     # The rows of gate and of up in `w_gate_up`.
     gate = slice(0, F)
@@ -332,8 +345,11 @@ def _of_single(
     if interleaved:
         gate = slice(0, None, 2)
         up = slice(1, None, 2)
-    # Of each projection: the GEMM that it is a part of, its rows there, and its shape.
-    places = {"gate": (0, gate, (F, D)), "up": (0, up, (F, D)), "down": (1, slice(None), (D, F))}
+    places = {
+        "gate": _Place(0, gate, (F, D)),
+        "up": _Place(0, up, (F, D)),
+        "down": _Place(1, slice(None), (D, F)),
+    }
     # The factors that the folder has, by GEMM, expert and projection.
     found: tuple[dict[int, dict[str, _Factors]], ...] = ({}, {})
     for module, ends in modules.items():
@@ -342,14 +358,14 @@ def _of_single(
             raise ValueError(f"`{module}` is none of {E} experts' {', '.join(_PROJECTIONS)}")
         x = int(match[1])
         projection = _PROJECTIONS[match[2]]
-        part, _, shape = places[projection]
+        place = places[projection]
         r, scale = config.of(module)
-        a, b = _pair(module, ends, [shape], 1, r)
-        of_expert = found[part].setdefault(x, {})
+        a, b = _pair(module, ends, [place.shape], 1, r)
+        of_expert = found[place.part].setdefault(x, {})
         if projection in of_expert:
             raise ValueError(f"expert {x} has two adapters of {projection}")
         of_expert[projection] = (a, b.float() * scale)
-    # Side by side, with zeros where an expert has fewer of them.
+    # Put the factors of an expert side by side. Where it has fewer than others, zeros follow.
     parts: list[_Factors | None] = []
     for experts, (n, k) in zip(found, ((wide, D), (D, F)), strict=True):
         ranks = [sum(len(a) for a, _ in each.values()) for each in experts.values()]
@@ -362,7 +378,7 @@ def _of_single(
                 columns = slice(start, start + len(a))
                 start += len(a)
                 a_all[x, columns] = a
-                b_all[x, places[projection][1], columns] = b
+                b_all[x, places[projection].rows, columns] = b
         parts.append((a_all, b_all) if experts else None)
     return StoredAdapter(*parts)
 
@@ -370,8 +386,8 @@ def _of_single(
 def _pair(
     module: str, ends: Mapping[str, Tensor], shapes: Sequence[tuple[int, int]], experts: int, r: int
 ) -> _Factors:
-    """lora_A [experts · r, k] and lora_B [n, r · experts] of a module. Raises ValueError for any
-    other tensors.
+    """Take lora_A [experts · r, k] and lora_B [n, r · experts] of a module. Raises ValueError for
+    any other tensors.
     """
     a = ends.get(_A)
     b = ends.get(_B)
@@ -393,8 +409,8 @@ def _pair(
 def _matched(
     patterns: Mapping[re.Pattern[str], _Number] | None, names: Sequence[str], usual: _Number
 ) -> _Number:
-    """What PEFT takes for a module: the value of the first pattern that the end of its name
-    matches.
+    """The value that PEFT takes for a module: that of the first pattern that matches the end of its
+    name, otherwise the usual one.
     """
     for pattern, value in (patterns or {}).items():
         if any(re.match(rf"(.*\.)?({pattern.pattern})$", name) for name in names):

@@ -1,5 +1,5 @@
-"""Folders of torch.distributed.checkpoint that a save replaces as a whole, whichever of its writes
-is the last.
+"""Folders of torch.distributed.checkpoint. A save replaces the checkpoint in a folder as a whole,
+at whichever write it may end.
 
     saved/shards-5f2c…/   the files of all ranks, which nobody reads yet
     saved/.metadata       names them: one rename replaces it, then the former files go
@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 
 _METADATA = ".metadata"
 _SHARDS = "shards-"
-_PREPARED = "published"  # the metadata in `shards-…`, until it is that of the folder
+# The metadata in `shards-…`, until it is moved to the folder.
+_PREPARED = "published"
 
 
 def save(
     state_of: Callable[[], Mapping[str, Any]], folder: str | os.PathLike[str], peers: Peers
 ) -> None:
-    """Write the state dict that `state_of` returns, of which each rank has its own part; see
+    """Write the state dict that `state_of` returns; each rank has its own part of it. See
     `epmoe.checkpoint.save`. Collective, one step of all ranks.
     """
     # Imported here: it takes most of a second.
@@ -41,7 +42,8 @@ def save(
 
     path = Path(folder)
     failed = f"{folder}: cannot be saved"
-    shards = f"{_SHARDS}{uuid.uuid4().hex[:12]}"  # rank 0's is that of all
+    # All ranks take that of rank 0.
+    shards = f"{_SHARDS}{uuid.uuid4().hex[:12]}"
     publish = partial(_on_first, peers, partial(_publish, path / shards), failed)
     try:
         with peers.together(publish):
@@ -63,7 +65,8 @@ def save(
                 _prepare(path / shards)
     finally:
         if peers.rank == 0:
-            with suppress(ValueError):  # a folder that cannot be read has been refused already
+            # A folder that cannot be read has been refused already.
+            with suppress(ValueError):
                 _clean(path)
 
 
@@ -82,9 +85,10 @@ def load(state: dict[str, Any], folder: str | os.PathLike[str], peers: Peers) ->
 
 @contextmanager
 def appearing(folder: str | os.PathLike[str], peers: Peers) -> Iterator[tuple[Path, Path]]:
-    """A folder that appears as a whole or not at all: its path, and that of a hidden folder beside
-    it, which rank 0 makes, and which gets the name at the end unless a rank raises. Collective, one
-    step of all ranks.
+    """Let a folder appear as a whole or not at all. Collective, one step of all ranks.
+
+    Yields the path of the folder, and of a hidden folder beside it. Rank 0 makes the hidden folder
+    and fills it within this context. At the end it gets the name, unless a rank raises.
     """
     target = Path(folder).resolve()
     hidden = target.with_name(f".{target.name}.partial")
@@ -107,9 +111,8 @@ def sync(path: Path) -> None:
 
 
 def _on_first(peers: Peers, change: Callable[[], object], failed: str) -> None:
-    """A change by rank 0, of whose outcome all ranks hear, in the last word of a step.
-
-    Raises RuntimeError, on all ranks.
+    """Let rank 0 make a change, in the last word of a step. If that fails, all ranks raise
+    RuntimeError.
     """
     why = ""
     if peers.rank == 0:
@@ -128,33 +131,30 @@ def _rename(hidden: Path, target: Path) -> None:
 
 
 def _by_torch(call: Callable[[], object], peers: Peers, failed: str, kind: type[Exception]) -> None:
-    """A collective call of torch's checkpoints in a step of all ranks. Its errors begin with
-    `failed`.
+    """Run a collective call of torch's checkpoints in a step of all ranks. Errors are of this kind,
+    and begin with `failed`.
     """
-
-    def work() -> None:
-        with _telling(failed, kind), peers.waiting():
-            call()
-
-    run_uninterrupted([peers], work)
+    run_uninterrupted([peers], partial(_call_torch, call, peers, failed, kind))
 
 
-@contextmanager
-def _telling(what: str, kind: type[Exception]) -> Iterator[None]:
-    """Raises an error of one sentence, on all ranks, in place of torch's, which has the traces of
-    all ranks.
-    """
+def _call_torch(
+    call: Callable[[], object], peers: Peers, failed: str, kind: type[Exception]
+) -> None:
+    """Run a call. torch's error, which has the traces of all ranks, becomes one sentence."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
-        yield
+        with peers.waiting():
+            call()
     except CheckpointException as error:
-        _, (why, _) = min(error.failures.items())
-        raise kind(f"{what}: {why}") from None
+        # The failure of the first rank that has one, without its trace.
+        first_rank = min(error.failures)
+        why, _trace = error.failures[first_rank]
+        raise kind(f"{failed}: {why}") from None
 
 
 def _read(path: Path) -> Metadata:
-    """Metadata of a checkpoint. Raises ValueError if there is none."""
+    """Read the metadata of a checkpoint. Raises ValueError if there is none."""
     from torch.distributed.checkpoint import FileSystemReader
 
     try:
@@ -166,7 +166,7 @@ def _read(path: Path) -> Metadata:
 
 
 def _shards(path: Path) -> str:
-    """The folder in a checkpoint that has its files: "" if torch has written them itself."""
+    """The name of the folder in a checkpoint that has its files; "" if torch has written them."""
     files: dict[Any, Any] = _read(path).storage_data
     # All files are in one folder.
     first = next((info.relative_path.partition("/")[0] for info in files.values()), "")
@@ -174,14 +174,16 @@ def _shards(path: Path) -> str:
 
 
 def _prepare(shards: Path) -> None:
-    """Write the metadata that lets the folder around `shards` be this checkpoint, and wait for the
-    disk.
+    """Write the metadata with which the folder around `shards` becomes this checkpoint, and wait
+    for the disk.
     """
     metadata = _read(shards)
-    metadata.storage_data = {
-        index: dataclasses.replace(info, relative_path=f"{shards.name}/{info.relative_path}")
-        for index, info in metadata.storage_data.items()
-    }
+    # Paths begin at the folder around.
+    moved = {}
+    for index, info in metadata.storage_data.items():
+        path = f"{shards.name}/{info.relative_path}"
+        moved[index] = dataclasses.replace(info, relative_path=path)
+    metadata.storage_data = moved
     prepared = shards / _PREPARED
     prepared.write_bytes(pickle.dumps(metadata))
     for written in (prepared, shards, shards.parent):
@@ -189,13 +191,13 @@ def _prepare(shards: Path) -> None:
 
 
 def _publish(shards: Path) -> None:
-    """Let the folder around `shards` be this checkpoint."""
+    """Make the folder around `shards` this checkpoint, by one rename."""
     os.replace(shards / _PREPARED, shards.parent / _METADATA)
     sync(shards.parent)
 
 
 def _clean(path: Path) -> None:
-    """Remove files of checkpoints that are not this one: of one before, or of saves that died."""
+    """Remove files of earlier checkpoints, and of saves that died."""
     kept = None
     if (path / _METADATA).is_file():
         kept = _shards(path)
@@ -205,6 +207,7 @@ def _clean(path: Path) -> None:
         if shards.name != kept:
             shutil.rmtree(shards, ignore_errors=True)
     # Files that torch itself has saved beside the metadata.
-    for file in path.glob("__*_*.distcp") if kept else ():
-        with suppress(OSError):
-            file.unlink()
+    if kept:
+        for file in path.glob("__*_*.distcp"):
+            with suppress(OSError):
+                file.unlink()

@@ -1,14 +1,15 @@
-"""An adapter of spread experts as the folder of PEFT that one process would write."""
+"""Saves an adapter of spread experts as the folder of PEFT that one process would write."""
 
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 from epmoe.checkpoint.folders import appearing
 from epmoe.checkpoint.whole import whole_tensor
 from epmoe.group.collective import all_ranks, naming
-from epmoe.group.peers import run_uninterrupted
+from epmoe.group.peers import Peers, run_uninterrupted
 from epmoe.training.models import expert_parallels
 
 
@@ -40,20 +41,22 @@ def save_adapter(model: Any, folder: str | os.PathLike[str], **options: Any) -> 
         if peers.rank == 0 and target.exists():
             raise ValueError(f"{target}: must not exist yet")
         state = model.state_dict()
-        parts = _parts(model, state)
-
-        def gather_parts() -> None:
-            with peers.waiting():
-                state.update({key: whole_tensor(value) for key, value in parts.items()})
-
-        run_uninterrupted([peers], gather_parts)
+        gather = partial(_gather_parts, state, _parts(model, state), peers)
+        run_uninterrupted([peers], gather)
         if peers.rank == 0:
             model.save_pretrained(hidden, state_dict=state, **options)
 
 
+def _gather_parts(state: dict[str, Any], parts: dict[str, Any], peers: Peers) -> None:
+    """Put complete tensors in place of parts. Collective."""
+    with peers.waiting():
+        for key, value in parts.items():
+            state[key] = whole_tensor(value)
+
+
 def _parts(model: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """What PEFT writes of a state dict, as far as ranks have only parts of it: factors, and with
-    `modules_to_save` and `bias` other parameters, too.
+    """The tensors that PEFT writes and of which ranks have only parts: factors, and other
+    parameters with `modules_to_save` and `bias`.
     """
     from peft import get_peft_model_state_dict
 

@@ -1,10 +1,10 @@
-"""A trained model as a folder of Hugging Face, which transformers loads.
+"""Saves a trained model as a folder of Hugging Face, which transformers loads.
 
     every rank   its experts ─────────────────────▶ files of its own ─┐
     all ranks    tensors that ranks share or part ─▶ files of rank 0 ─┴─▶ index ─▶ folder is named
 
-All ranks know the tensors of each file. What several ranks have parts of travels to the rank that
-writes it.
+All ranks know the tensors of each file. If several ranks have parts of a tensor, these travel to
+the rank that writes it.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def save_pretrained(
 
 
 def _digest(files: Mapping[str, list[_Saved]]) -> str:
-    """Equal on ranks whose files have the same names, dtypes and shapes."""
+    """A digest of names, dtypes and shapes of files, to compare those of ranks."""
     described = []
     for name, tensors in files.items():
         described.append((name, [(each.name, each.dtype, each.shape) for each in tensors]))
@@ -192,8 +192,8 @@ def _tensors(
 
 
 def _stored(prefix: str, layer: Any, source: SafetensorsFolder) -> Stored:
-    """How the folder has a layer's block. Raises TypeError or ValueError where the layer's experts
-    are not those of the block.
+    """How the folder stores the block of a layer. Raises TypeError or ValueError if the layer's
+    experts are not those of the block.
     """
     if not isinstance(layer.experts, GroupedExperts) or layer.experts.is_quantized:
         raise TypeError(
@@ -203,10 +203,11 @@ def _stored(prefix: str, layer: Any, source: SafetensorsFolder) -> Stored:
     is_only_of_choice = layer.bias is not None and layer.logit_bias is None
     gate_bias: GateBias = "choice" if is_only_of_choice else "logits"
     stored = source.stored(prefix, prefix.rpartition(".")[0], gate_bias=gate_bias)
-    # Names of parameters, then D and F.
-    found = (*sorted(stored.dequantized), stored.D, stored.F)
+    # Compare names of parameters, D and F.
     parameters = sorted(name for name, _ in layer.experts.named_parameters())
-    wanted = (*parameters, *layer.experts.w_down.shape[1:])
+    D, F = layer.experts.w_down.shape[1:]
+    wanted = (*parameters, D, F)
+    found = (*sorted(stored.dequantized), stored.D, stored.F)
     if found != wanted:
         raise ValueError(
             f"{source.path}: must have all files, and the experts of `{prefix}` with D and F: "
@@ -218,7 +219,7 @@ def _stored(prefix: str, layer: Any, source: SafetensorsFolder) -> Stored:
 def _check_complete(
     saved: list[_Saved], needed: Mapping[str, set[str]], source: SafetensorsFolder
 ) -> None:
-    """Raises ValueError where the model lacks a tensor of a block, and TypeError for one in fp8."""
+    """Raise ValueError if the model lacks a tensor of a block, and TypeError for one in fp8."""
     written = {each.name for each in saved}
     for prefix, names in needed.items():
         missing = sorted(names - written)
@@ -235,7 +236,7 @@ def _check_complete(
 
 
 def _layers(module: nn.Module) -> list[tuple[str, Any]]:
-    """The layers by name. One that the model has twice has two names."""
+    """The layers of a model with their names. A layer that the model has twice has two names."""
     layers = []
     for name, each in module.named_modules(remove_duplicate=False):
         if hasattr(each, "ep") and hasattr(each, "router_weight"):
@@ -246,8 +247,8 @@ def _layers(module: nn.Module) -> list[tuple[str, Any]]:
 def _of_experts(
     layer: Any, number: int, stored: Stored, tensors: Mapping[str, Tensor]
 ) -> Iterator[_Saved]:
-    """The tensors of a layer's experts, whose ExpertParallel has a number. Of copies of an expert
-    one is written.
+    """The tensors of a layer's experts. Of copies of an expert one is written. `number` is that of
+    the layer's ExpertParallel.
     """
     for argument, tensor in tensors.items():
         local = local_view(tensor.detach())
@@ -263,7 +264,7 @@ def _of_experts(
                 read = partial(_all_experts, local, layer, transposed, part, len(names))
                 yield _Saved(name, local.dtype, shape, read)
             continue
-        # One for each expert, of which its rank has the whole.
+        # One tensor for each expert, which one rank has completely.
         for x in range(stored.num):
             rank, index = layer.ep.holder(x, layer.tag)
             for part, name in enumerate(names):
@@ -273,7 +274,7 @@ def _of_experts(
 
 
 def _all_experts(local: Tensor, layer: Any, transposed: bool, part: int, parts: int) -> Tensor:
-    """One of the tensors, each with a part of the rows, that have these weights of all experts."""
+    """Gather weights of all experts, and take part number `part` of their rows."""
     whole = gather(local, layer.ep, layer.tag, cpu_offload=True)
     if parts > 1:
         whole = whole.chunk(parts, 1)[part]
@@ -285,7 +286,7 @@ def _chunk_of_expert(local: Tensor, index: int, part: int, parts: int) -> Tensor
 
 
 def _name_in_block(key: str, prefix: str, stored: Stored, source: SafetensorsFolder) -> str:
-    """The name in the folder of a tensor of a MoE block that is not one of the routed experts."""
+    """The name that the folder has for a tensor of a MoE block outside of the routed experts."""
     local_name = key.removeprefix(f"{prefix}.")
     if local_name in stored.router:
         return stored.router[local_name]
@@ -300,7 +301,7 @@ def _name_in_block(key: str, prefix: str, stored: Stored, source: SafetensorsFol
 
 
 def _tied(module: nn.Module) -> dict[str, list[str]]:
-    """By the name of a parameter, all names that it has."""
+    """All names that each parameter has, by each of them."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -308,8 +309,8 @@ def _tied(module: nn.Module) -> dict[str, list[str]]:
 
 
 def _files(tensors: list[_Saved], max_shard_bytes: int) -> dict[str, list[_Saved]]:
-    """The files, named as `save_pretrained` of transformers does, with their tensors, which have
-    one owner.
+    """Divide tensors into files, named as by `save_pretrained` of transformers. The tensors of a
+    file have one owner.
     """
     shards: list[list[_Saved]] = []
     room = 0
@@ -334,7 +335,7 @@ def _begin(
     files: Mapping[str, list[_Saved]],
     dtype: str,
 ) -> None:
-    """Make the hidden folder, with the files that are not of tensors."""
+    """Make the hidden folder, with all files that have no tensors."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target}: must not exist, or be an empty folder")
     # A process that was killed may have left it.
@@ -342,7 +343,7 @@ def _begin(
     hidden.mkdir(parents=True)
     if len(files) > 1:
         _write_index(hidden / INDEX, files)
-    # Copy what is not of tensors, such as the tokenizer.
+    # Copy files without tensors, such as the tokenizer.
     for other in source.path.iterdir():
         is_written_here = other.suffix == ".safetensors" or other.name in (INDEX, "config.json")
         if other.is_file() and not is_written_here:
@@ -380,10 +381,12 @@ def without_quantization(config: Any, dtype: str) -> Any:
 
 
 def _gathered(tensors: list[_Saved], kept: bool = True) -> dict[str, Tensor]:
-    """Tensors in memory of their own, as safetensors wants them, or {} unless they are `kept`."""
+    """Read tensors into memory of their own, as safetensors wants them. Returns {} unless they are
+    `kept`.
+    """
     out = {}
     for each in tensors:
-        # Also where it is not kept: other ranks may need this rank's part.
+        # Read it in any case: other ranks may need this rank's part.
         tensor = each.read()
         if kept:
             copy = torch.empty(each.shape, dtype=each.dtype)

@@ -63,9 +63,7 @@ def _format(
     scales: str | None = None,
     bias: str | None = None,
 ) -> dict[str, list[str]]:
-    """Arguments of `GroupedExperts` with the tensors that hold them, in which * is the number of an
-    expert.
-    """
+    """Map arguments of `GroupedExperts` to names of tensors. A * is the number of an expert."""
     suffixes = {"w_*": weight, "*_scales": scales, "*_bias": bias}
     tensors = {}
     for argument, suffix in suffixes.items():
@@ -113,7 +111,7 @@ _SCALES = {
 
 
 class _Header(NamedTuple):
-    """What a file says about a tensor."""
+    """The header of a tensor in a file."""
 
     name: str
     dtype: str
@@ -123,9 +121,7 @@ class _Header(NamedTuple):
         return f"`{self.name}` is {self.dtype} {self.shape}"
 
     def of_expert(self, fused: bool, packed: bool = False) -> list[int]:
-        """The shape of one expert's tensor, in numbers, two of which are in a byte if it is
-        `packed`.
-        """
+        """The shape of one expert's tensor, in numbers. A byte of a `packed` tensor has two."""
         shape = self.shape[1:] if fused else self.shape
         if not packed or not shape:
             return shape
@@ -133,6 +129,14 @@ class _Header(NamedTuple):
         if len(shape) == 3:
             shape = [shape[0], shape[1] * shape[2]]
         return [*shape[:-1], 2 * shape[-1]]
+
+
+class _Found(NamedTuple):
+    """A MoE block as the checkpoint names it."""
+
+    block: str
+    router: str
+    """the name of the router below the block"""
 
 
 class Stored(NamedTuple):
@@ -265,7 +269,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             ValueError: there is no such block, or its router has tensors of another format, or a
                 `gate.bias` that is neither.
         """
-        names = self._router(*self._find(block), gate_bias)
+        names = self._router(self._find(block), gate_bias)
         router: dict[str, Tensor | None] = {}
         for argument in ("router_weight", "bias", "logit_bias"):
             router[argument] = self.get(names.get(argument, ""))
@@ -319,13 +323,14 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                 f"`dtype` must be None, {', '.join(map(dtype_name, (*FLOATS, *FORMATS)))}, got "
                 f"{dtype}"
             )
-        # The block has these experts.
-        block, router = self._find(block)
-        E = self.shape(f"{block}.{router}.weight")[0]
+        # The block must have these experts.
+        found = self._find(block)
+        block = found.block
+        E = self.shape(f"{block}.{found.router}.weight")[0]
         outside = sorted({x for x in logical if not 0 <= x < E})
         if outside:
             raise LookupError(f"{self.path}: `{block}` has the experts 0 to {E - 1}, got {outside}")
-        # They can be loaded as the caller wants them.
+        # They must be such that they can be loaded in `dtype`.
         stored = self._stored(block, E)
         if dtype in FORMATS and dtype != stored.native:
             needed = "MXFP4" if dtype == MXFP4 else "fp8 with a scale for each block of 128 × 128"
@@ -338,8 +343,8 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         return _stack(lambda x: self._expert(stored, x, device, dtype), logical, device)
 
     def _dtype_with_scales(self, stored: Stored, device: torch.device | str) -> torch.dtype:
-        """The dtype in which weights with scales are loaded by default, with a warning where it is
-        another one.
+        """The dtype in which weights with scales are loaded by default. It warns if they are
+        dequantized.
         """
         if stored.native is None:
             why = "experts in fp8 have scales of blocks of 128 × 128"
@@ -355,13 +360,14 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         """How the first of these MoE blocks is stored. Raises the ValueErrors of `router` and
         `experts`.
         """
-        block, router = self._find(*blocks)
-        names = self._router(block, router, gate_bias)
+        found = self._find(*blocks)
+        names = self._router(found, gate_bias)
         E = self.shape(names["router_weight"])[0]
-        stored = self._stored(block, E)
-        # What is neither of the router nor of an expert belongs to shared experts, say.
-        of_experts = [name for names_of_one in stored.tensors.values() for name in names_of_one]
-        others = self._under(f"{block}.") - {*names.values()} - _of_all(of_experts, E)
+        stored = self._stored(found.block, E)
+        # All other tensors belong to shared experts, say.
+        others = self._under(f"{found.block}.") - {*names.values()}
+        for patterns in stored.tensors.values():
+            others -= _of_all(patterns, E)
         return stored._replace(router=names, others=others)
 
     def shape(self, name: str) -> list[int]:
@@ -369,10 +375,11 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         shape: list[int] = self._slice(name).get_shape()
         return shape
 
-    def _router(self, block: str, router: str, gate_bias: GateBias) -> dict[str, str]:
-        """Arguments of `MoELayer` with the names of their tensors. Raises ValueError where the
-        router has others.
+    def _router(self, found: _Found, gate_bias: GateBias) -> dict[str, str]:
+        """Map arguments of `MoELayer` to names of tensors. Raises ValueError if the router has
+        other tensors, too.
         """
+        block, router = found
         names = {"router_weight": f"{block}.{router}.weight"}
         choice = {f"{block}.{bias}" for bias in _CHOICE_BIASES} & self._file_of.keys()
         # The name of this one does not say what it is added to.
@@ -402,8 +409,8 @@ class SafetensorsFolder(Mapping[str, Tensor]):
     def _expert(
         self, stored: Stored, x: int, device: torch.device | str, dtype: torch.dtype | None
     ) -> dict[str, Tensor]:
-        """Arguments of `GroupedExperts` for one expert, without the first dimension."""
-        # Blocks of fp8 are whole: rows of gate and up, and columns of down, are added.
+        """Read one expert: arguments of `GroupedExperts` without the first dimension."""
+        # Fill up the last block of fp8: rows of gate and up, and columns of down, are added.
         padding = 0
         if dtype == FP8:
             padding = -stored.F % FP8_BLOCKS.block[1]
@@ -440,12 +447,12 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         of_bytes: torch.dtype | None,
         device: torch.device | str,
     ) -> list[Tensor]:
-        """The tensors of an argument for expert x; none where the checkpoint has no such ones."""
+        """Read the tensors of an argument for expert x; [] if the checkpoint has none."""
         names = stored.tensors.get(argument, ())
         return [self._read(name, x, of_bytes).to(device) for name in names]
 
     def _read(self, name: str, x: int, of_bytes: torch.dtype | None) -> Tensor:
-        """The tensor of expert x, which has a row for each row of a weight. Bytes are in the dtype
+        """Read the tensor of expert x, with a row for each row of a weight. Bytes become
         `of_bytes`.
         """
         tensor: Tensor = self[_of(x, name)] if "*" in name else self._slice(name)[x]
@@ -456,32 +463,31 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             return tensor.view(of_bytes)
         return tensor
 
-    def _find(self, *blocks: str) -> tuple[str, str]:
-        """The name in the checkpoint of the first of these blocks that is there, and
-        its router's.
-        """
+    def _find(self, *blocks: str) -> _Found:
+        """Find the first of these blocks that the checkpoint has. Raises ValueError."""
         for block in blocks:
             parent = block.rpartition(".")[0]
             for name in (block, f"{parent}.block_sparse_moe", f"{parent}.moe"):
                 for router in _ROUTERS:
                     if f"{name}.{router}.weight" in self:
-                        return name, router
+                        return _Found(name, router)
         raise ValueError(
             f"{self.path}: has no MoE block `{blocks[0]}`: it has no tensor "
             f"`{blocks[0]}.gate.weight`"
         )
 
     def _tensors(self, block: str, E: int) -> dict[str, list[str]]:
-        """The one of `_FORMATS` that the experts have, without arguments that they lack, and with
-        full names. Raises ValueError unless each of E experts has its tensors, and the experts have
-        no others.
+        """Find the one of `_FORMATS` that the experts have. Returns it with full names, and without
+        arguments that the experts lack.
+
+        Raises ValueError unless each of E experts has its tensors, and the experts have no others.
         """
         held = self._names_of_experts(block)
         # Names with * in place of the number of an expert.
         patterns = set()
         for name in held:
             patterns.add(re.sub(r"^experts\.\d+\.", _EXPERT, name.removeprefix(f"{block}.")))
-        # The format that leaves fewest of them unread.
+        # Take the format that leaves fewest of them unread.
         present = []
         for known in _FORMATS:
             here = {argument: names for argument, names in known.items() if patterns & {*names}}
@@ -495,8 +501,8 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                 f"`down_proj` of all, got {_some(self._under(f'{block}.'))}"
             )
         found = min(present, key=lambda here: len(patterns.difference(*here.values())))
-        # Each expert has all of its tensors, and there are no others.
-        names = {pattern for of_argument in found.values() for pattern in of_argument}
+        # Each expert must have all of its tensors, and there must be no others.
+        names = set[str]().union(*found.values())
         wanted = _of_all((f"{block}.{pattern}" for pattern in names), E)
         surplus = held - wanted
         if wanted != held:
@@ -505,10 +511,10 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                 f"{self._path(min(surplus or held))}: the experts of `{block}`, 0 to {E - 1} "
                 f"as its router has {E} rows, have {_some(names)}, but {odd}"
             )
-        return {
-            argument: [f"{block}.{pattern}" for pattern in of_argument]
-            for argument, of_argument in found.items()
-        }
+        full_names = {}
+        for argument, argument_patterns in found.items():
+            full_names[argument] = [f"{block}.{pattern}" for pattern in argument_patterns]
+        return full_names
 
     def _names_of_experts(self, block: str) -> set[str]:
         """Names of tensors of routed experts, by the first row of `_OF_EXPERTS` that has any."""
@@ -536,10 +542,10 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                 first = headers.setdefault(argument, header)
                 if header[1:] != first[1:]:
                     raise self._refusal(header, f"but {first}: all experts must have one format")
-        # To read what is not there is an error, later.
+        # If a file is not there, reading it will raise.
         if headers.keys() != tensors.keys():
             return Stored({}, tensors, set(), E, transposed=False, native=None, D=0, F=0)
-        # One dtype, and one row of a fused tensor for each row of the router.
+        # Weights must have one dtype, and a fused tensor one row for each row of the router.
         gate_up = headers["w_gate_up"]
         down = headers["w_down"]
         packed = down.dtype in _PACKED and "down_scales" in headers
@@ -551,17 +557,18 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         for header in headers.values():
             if fused and header.shape[:1] != [E]:
                 raise self._refusal(header, f"but must have {E} rows, as the router has")
-        # The shapes of an expert fit, where a header may say any number of dimensions.
+        # The shapes of an expert must fit. A header may have any number of dimensions.
         up = gate_up.of_expert(fused, packed)
         *_, n, k = (0, 0, *down.of_expert(fused, packed))
         may_be_transposed = (
             fused and len(tensors["w_gate_up"]) == 1 and "down_scales" not in headers
         )
         transposed = may_be_transposed and up == [k, 2 * n]
-        D, F = (k, n) if transposed else (n, k)
+        D = k if transposed else n
+        F = n if transposed else k
         if not transposed and up != [2 * F // len(tensors["w_gate_up"]), D]:
             raise self._refusal(gate_up, f"and {down}, which do not fit each other")
-        # Both parts are taken as they are, or none is.
+        # Both matrices are taken as they are, or both are dequantized.
         natives = set()
         for part in _MATRICES:
             scales = headers.get(f"{part}_scales")
@@ -606,18 +613,18 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         return ValueError(f"{self._path(header.name)}: {header}, {why}")
 
     def _under(self, *prefixes: str) -> set[str]:
-        """Names that begin so."""
+        """The names that begin with one of these."""
         return {name for name in self if name.startswith(prefixes)}
 
     def _path(self, name: str) -> Path:
         return self.path / self._file_of[name]
 
     def _slice(self, name: str) -> Any:
-        """A tensor whose header is read, and of whose rows only those that are asked for."""
+        """A tensor of which only the header is read, and later the rows that are asked for."""
         return self._open(self._file_of[name]).get_slice(name)
 
     def _open(self, file: str) -> Any:
-        """A file, which stays open. Raises ValueError where it cannot be read."""
+        """Open a file, which stays open. Raises ValueError if it cannot be read."""
         try:
             from safetensors import SafetensorError, safe_open
         except ImportError:
@@ -641,7 +648,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _of(expert: int, pattern: str) -> str:
-    """The name of an expert's tensor, or of that of all experts."""
+    """The name of an expert's tensor. A name without * is that of all experts."""
     return pattern.replace("*", str(expert))
 
 
@@ -656,12 +663,12 @@ def _some(names: Set[str]) -> str:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Tensors behind one another, by their bits: torch joins no MXFP4."""
+    """Join tensors along rows by their bits, since torch joins no MXFP4."""
     return torch.cat([bits_of(part) for part in parts]).view(parts[0].dtype)
 
 
 def _padded(weight: Tensor, by: int, dim: int) -> Tensor:
-    """fp8 [n, k] with zeros behind its rows or columns."""
+    """Add `by` zeros behind the rows or columns of fp8 [n, k]."""
     if not by:
         return weight
     sides = (0, 0, 0, by) if dim == 0 else (0, by)
@@ -673,7 +680,7 @@ def _padded(weight: Tensor, by: int, dim: int) -> Tensor:
 def _stack(
     read: Callable[[int], dict[str, Tensor]], logical: Sequence[int], device: torch.device | str
 ) -> dict[str, Tensor]:
-    """[e, …] on `device`, written expert by expert. Without any expert, expert 0 says
+    """Read experts one by one into tensors [e, …] on `device`. If there are none, expert 0 gives
     the shapes.
     """
     first = read(logical[0] if logical else 0)

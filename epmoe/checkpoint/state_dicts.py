@@ -1,9 +1,9 @@
-"""Checkpoints of models whose experts are spread over ranks: what one group saves, a group of any
-other size loads.
+"""Checkpoints of models whose experts are spread over ranks. A group of any size loads what another
+group has saved.
 
-In all of them a tensor of experts is [E, …]. A rank has its own rows of it: of a DTensor where the
-experts can train, else of `Rows`. torch's functions for state dicts find both, in models that are
-compiled or wrapped, too.
+A checkpoint has tensors [E, …] of all experts. A rank has its own rows of them: in a DTensor if the
+experts can train, otherwise in `Rows`. torch's functions for state dicts find both, also in models
+that are compiled or wrapped.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,61 +28,77 @@ from epmoe.local.weight_formats import take_rows
 from epmoe.service import ExpertParallel
 from epmoe.training.models import eps_of, expert_parallels
 
-_MOST_NAMED = 16  # experts in a message
+# Experts that a message names.
+_MOST_NAMED = 16
 _PART_OF_THE_WORLD = "where only a part of all ranks calls, these give their `group`"
-_OPTIMIZER = "optimizer."  # in front of the keys of an optimizer's state
+# Keys of an optimizer's state begin with it.
+_OPTIMIZER = "optimizer."
+
+
+class _Layer(NamedTuple):
+    """The layer whose experts have some `Rows`."""
+
+    ep: ExpertParallel
+    tag: int
 
 
 class _Named:
-    """Names the experts of a state dict: a hook, after `state_dict`, of modules that have an
-    `ExpertParallel`.
+    """Finds the experts in a state dict, and puts `Rows` in place of their parameters.
+
+    It is a hook that runs after `state_dict` of each module that has an `ExpertParallel`.
     """
 
     def __init__(self) -> None:
-        self.rows: dict[int, tuple[ExpertParallel, int]] = {}
-        """By the id of `Rows`, with the tag of the layer."""
+        self.rows: dict[int, _Layer] = {}
+        """the layer of each `Rows`, by the id of the `Rows`"""
         self.lists: dict[int, Tensor] = {}
-        """By the id of a list of all experts, the rank's own."""
+        """this rank's list of experts, by the id of the list of all experts"""
         self.experts: set[nn.Module] = set()
-        """Whose ExpertParallel is known: that of the nearest module around them."""
+        """modules of experts whose ExpertParallel is known: that of the nearest module around"""
 
     def __call__(self, owner: Any, state: dict[str, Any], prefix: str, _: object) -> None:
+        """Name the experts of a module, in its part of a state dict."""
         ep = eps_of(owner)[0]
-        tag = getattr(owner, "tag", 0)
-        held = ep.logical_experts(tag)
-        E = ep.placement.num_experts
+        layer = _Layer(ep, getattr(owner, "tag", 0))
+        # A layer lists its experts: here, all of them.
         if hasattr(owner, "router_weight"):
             key = f"{prefix}_extra_state"
-            experts = torch.arange(E, dtype=torch.int32)
+            experts = torch.arange(ep.placement.num_experts, dtype=torch.int32)
             self.lists[id(experts)] = state[key]
             state[key] = experts
         for path, module in owner.named_modules():
-            if module in self.experts or not (
-                isinstance(module, GroupedExperts) or path == "experts"
-            ):
+            is_experts = isinstance(module, GroupedExperts) or path == "experts"
+            if not is_experts or module in self.experts:
                 continue
             self.experts.update(module.modules())
             for name, _ in module.named_parameters():
-                key = f"{prefix}{path}.{name}"
-                value = state[key]
-                if is_spread(value) or ep.size == 1 and held == list(range(E)):
-                    continue
-                if value.shape[:1] != (len(held),):
-                    raise ValueError(
-                        f"`{key}` must have a row for each of the {len(held)} experts of this "
-                        f"rank, got {list(value.shape)}: after `resume`, give the layer its new "
-                        f"experts first"
-                    )
-                # Imported here: it takes most of a second.
-                from epmoe.checkpoint.rows import Rows
+                self._name_parameter(f"{prefix}{path}.{name}", state, layer)
 
-                rows = Rows(value, held, E)
-                state[key] = rows
-                self.rows[id(rows)] = (ep, tag)
+    def _name_parameter(self, key: str, state: dict[str, Any], layer: _Layer) -> None:
+        """Put `Rows` in place of a parameter, unless it has all experts."""
+        ep = layer.ep
+        held = ep.logical_experts(layer.tag)
+        E = ep.placement.num_experts
+        value = state[key]
+        has_all_experts = ep.size == 1 and held == list(range(E))
+        if is_spread(value) or has_all_experts:
+            return
+        if value.shape[:1] != (len(held),):
+            raise ValueError(
+                f"`{key}` must have a row for each of the {len(held)} experts of this "
+                f"rank, got {list(value.shape)}: after `resume`, give the layer its new "
+                f"experts first"
+            )
+        # Imported here: it takes most of a second.
+        from epmoe.checkpoint.rows import Rows
+
+        rows = Rows(value, held, E)
+        state[key] = rows
+        self.rows[id(rows)] = layer
 
 
 def full_state_dict(module: nn.Module, *, cpu_offload: bool = False) -> dict[str, Any]:
-    """The state dict with all E logical experts, which is that of a group of one rank.
+    """Make the state dict that a group of one rank would have, with all E logical experts.
 
     Collective over the group of each layer. The arguments are those of torch's
     `StateDictOptions(full_state_dict=True, cpu_offload=…)`.
@@ -119,19 +135,20 @@ def full_state_dict(module: nn.Module, *, cpu_offload: bool = False) -> dict[str
 def _gather_all(
     state: dict[str, Any], named: _Named, peers: Peers, cpu_offload: bool, on_cpu: bool
 ) -> None:
-    """Put whole tensors in place of those of which ranks have parts. Collective; with
-    `cpu_offload` other ranks than the first get nothing of use.
+    """Replace tensors of which ranks have parts by complete ones. Collective. With `cpu_offload`
+    only the first rank gets useful values.
     """
     for key, value in state.items():
-        of_all = value
+        complete = value
         if id(value) in named.rows:
-            of_all = gather(value.local, *named.rows[id(value)], cpu_offload=cpu_offload)
+            layer = named.rows[id(value)]
+            complete = gather(value.local, layer.ep, layer.tag, cpu_offload=cpu_offload)
         elif hasattr(value, "full_tensor"):
             with peers.waiting():
-                of_all = whole_tensor(value)
-        if on_cpu and isinstance(of_all, Tensor):
-            of_all = of_all.cpu()
-        state[key] = of_all
+                complete = whole_tensor(value)
+        if on_cpu and isinstance(complete, Tensor):
+            complete = complete.cpu()
+        state[key] = complete
 
 
 def _is_first(ep: ExpertParallel) -> bool:
@@ -188,8 +205,8 @@ def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> No
 def sharded_state_dict(
     module: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
-    """The state dict with tensors [E, …] of all logical experts, of which this rank has its own
-    rows.
+    """Make a state dict with tensors [E, …] of all logical experts. This rank has its own rows of
+    them.
 
     It is what torch.distributed.checkpoint takes (`save`, `async_save`, `load`), also within a
     larger dict. Of an expert that several ranks hold, torch writes one copy. Tensors share the
@@ -197,7 +214,7 @@ def sharded_state_dict(
 
     State of the `optimizer`, which optimises parameters of the module, has keys such as
     `optimizer.state.experts.w_down.exp_avg`. `load` gives it to the optimizer. Raises the
-    ValueErrors of `full_state_dict`, and ValueError where the optimizer has state of experts that
+    ValueErrors of `full_state_dict`, and ValueError if the optimizer has state of experts that
     is no DTensor.
     """
     return _state_of(module, optimizer)[0]
@@ -264,26 +281,25 @@ def load(
         # Of tensors of the module, what is read is loaded.
         folders.load(state, folder, peers)
         # The rest, and the state of the optimizer.
-        of_optimizer = {
-            key.removeprefix(_OPTIMIZER): state.pop(key)
-            for key in list(state)
-            if key.startswith(_OPTIMIZER)
-        }
-        _set_state(
-            module,
-            {
-                key: named.lists.get(id(value), getattr(value, "local", value))
-                for key, value in state.items()
-            },
-        )
+        of_module = {}
+        of_optimizer = {}
+        for key, value in state.items():
+            if key.startswith(_OPTIMIZER):
+                of_optimizer[key.removeprefix(_OPTIMIZER)] = value
+            elif id(value) in named.lists:
+                of_module[key] = named.lists[id(value)]
+            else:
+                # The tensor in `Rows`, or the value itself.
+                of_module[key] = getattr(value, "local", value)
+        _set_state(module, of_module)
         if optimizer is not None:
             options = StateDictOptions(flatten_optimizer_state_dict=True)
             set_optimizer_state_dict(module, optimizer, of_optimizer, options=options)
 
 
 def check_held(state: Tensor, ep: ExpertParallel, want: Sequence[int]) -> None:
-    """Raises ValueError unless `state` lists the experts that a rank holds in a layer, whose
-    weights come with it.
+    """Raise ValueError unless `state` lists the experts that this rank holds, `want`. Weights of
+    these experts come with it.
     """
     got = state.tolist()
     if got != want:
@@ -297,7 +313,9 @@ def check_held(state: Tensor, ep: ExpertParallel, want: Sequence[int]) -> None:
 def _state_of(
     module: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> tuple[dict[str, Any], _Named]:
-    """The state dict of a module, of all experts, and under other keys that of its optimizer."""
+    """Make the state dict of a module with tensors of all experts. The state of an optimizer is in
+    it under keys of its own.
+    """
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
         get_model_state_dict,
@@ -311,33 +329,41 @@ def _state_of(
     finally:
         for hook in hooks:
             hook.remove()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        _check_all_named(module, named)
+
+    # Experts have state in DTensors, too.
+    if optimizer is not None:
+        flat = StateDictOptions(flatten_optimizer_state_dict=True)
+        experts = set()
+        for key, value in state.items():
+            if is_spread(value) or id(value) in named.rows:
+                experts.add(key)
+        of_optimizer: dict[str, Any] = get_optimizer_state_dict(module, optimizer, options=flat)
+        for key, value in of_optimizer.items():
+            name, _, _field = key.removeprefix("state.").rpartition(".")
+            if name in experts:
+                value = _checked(key, value)
+            state[_OPTIMIZER + key] = value
+    return state, named
+
+
+def _check_all_named(module: nn.Module, named: _Named) -> None:
+    """Raise ValueError if nothing says which rank's experts some `GroupedExperts` are."""
     for name, experts in module.named_modules():
-        plain = isinstance(experts, GroupedExperts) and not is_spread(experts.w_down)
-        if (
-            plain
-            and experts not in named.experts
-            and dist.is_initialized()
-            and dist.get_world_size() > 1
-        ):
+        if not isinstance(experts, GroupedExperts) or experts in named.experts:
+            continue
+        if not is_spread(experts.w_down):
             raise ValueError(
                 f"`{name}` must belong to an ExpertParallel: GroupedExperts are the experts of one "
                 "rank, and nothing says of which. Call `epmoe.training.spread`, or let a module "
                 "around them have the ExpertParallel"
             )
-    if optimizer is not None:
-        flat = StateDictOptions(flatten_optimizer_state_dict=True)
-        experts = {
-            key for key, value in state.items() if is_spread(value) or id(value) in named.rows
-        }
-        of_optimizer: dict[str, Any] = get_optimizer_state_dict(module, optimizer, options=flat)
-        for key, value in of_optimizer.items():
-            name, _, _field = key.removeprefix("state.").rpartition(".")
-            state[_OPTIMIZER + key] = _checked(key, value) if name in experts else value
-    return state, named
 
 
 def _set_state(module: nn.Module, state: dict[str, Any]) -> None:
-    """torch's `set_model_state_dict`, also of modules that a model has under several names.
+    """Load a state dict by torch's `set_model_state_dict`, also into modules that a model has under
+    several names.
 
     A state dict has no names of wrappers such as `torch.compile` and DDP. torch puts them back into
     the first name of a module alone, and misses the others.
@@ -360,16 +386,18 @@ def _set_state(module: nn.Module, state: dict[str, Any]) -> None:
 
 
 def _checked(key: str, value: Any) -> Any:
-    """State of an optimizer for experts, which is that of all of them, or a number. Raises
-    ValueError otherwise.
+    """Check an optimizer's state of experts: it must be a DTensor of all experts, or a number.
+    Raises ValueError otherwise. Returns it without partial sums.
     """
     if hasattr(value, "device_mesh"):
         if any(placement.is_partial() for placement in value.placements):
             from torch.distributed.tensor import Replicate
 
-            return value.redistribute(
-                placements=[Replicate() if p.is_partial() else p for p in value.placements]
-            )
+            placements = [
+                Replicate() if placement.is_partial() else placement
+                for placement in value.placements
+            ]
+            return value.redistribute(placements=placements)
     elif isinstance(value, Tensor) and value.numel() > 1:
         raise ValueError(
             f"`{key}` of the optimizer must be a DTensor, as its parameter, got "
@@ -379,23 +407,31 @@ def _checked(key: str, value: Any) -> Any:
 
 
 def gather(local: Tensor, ep: ExpertParallel, tag: int, *, cpu_offload: bool) -> Tensor:
-    """All experts [E, …] from those of each rank [e, …]. With `cpu_offload`, ranks other than 0 get
-    nothing of use.
+    """Gather the rows [e, …] of all ranks to all experts [E, …]. With `cpu_offload` only rank 0
+    gets useful values, on the CPU.
     """
     peers = peers_of(ep)
     E = ep.placement.num_experts
-    # One row is enough to send from.
-    kept = E if ep.rank == 0 or not cpu_offload else 1
-    full = torch.empty(kept, *local.shape[1:], dtype=local.dtype)
-    for x in range(E):
-        owner, index = ep.holder(x, tag)
-        row = full[x % kept]
+    # Other ranks only send, for which one row is enough.
+    only_sends = cpu_offload and ep.rank > 0
+    num_rows = 1 if only_sends else E
+    full = torch.empty(num_rows, *local.shape[1:], dtype=local.dtype)
+    for expert in range(E):
+        owner, index = ep.holder(expert, tag)
+        row = full[expert % num_rows]
         if owner == ep.rank:
             row.copy_(local[index])
-        (peers.to_first if cpu_offload else peers.broadcast)(row, owner)
+        if cpu_offload:
+            peers.to_first(row, owner)
+        else:
+            peers.broadcast(row, owner)
     return full if cpu_offload else full.to(local.device)
 
 
 def _listed(experts: Sequence[int]) -> str:
+    """Experts in a message."""
+    listed = str(list(experts[:_MOST_NAMED]))
     more = len(experts) - _MOST_NAMED
-    return f"{list(experts[:_MOST_NAMED])}" + (f" and {more} more" if more > 0 else "")
+    if more > 0:
+        listed += f" and {more} more"
+    return listed

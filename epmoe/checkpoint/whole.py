@@ -27,11 +27,13 @@ def whole_tensor(value: Any) -> Tensor:
 
 
 def _is_over_gloo(value: DTensor) -> bool:
+    """Whether gloo carries GPU tensors in a group of a DTensor's mesh."""
     groups = value.device_mesh.get_all_groups()
     return any("cuda:gloo" in dist.get_backend_config(group) for group in groups)
 
 
 def _by_cpu(value: DTensor) -> Tensor:
+    """Gather a DTensor on a GPU over gloo, by a copy on the CPU."""
     from torch.distributed.tensor import DeviceMesh, DTensor
 
     mesh = value.device_mesh

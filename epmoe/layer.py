@@ -195,7 +195,7 @@ class MoELayer(nn.Module):
         widest = ep.config.model.torch_dtype
         narrower = [dtype for dtype in FLOATS if dtype.itemsize < widest.itemsize]
         self._dtypes_of_config = [widest, *narrower]
-        # That of the last call.
+        # The dtype of x in the last call.
         self._dtype: torch.dtype | None = None
 
         # Parameters and buffers.
@@ -236,7 +236,7 @@ class MoELayer(nn.Module):
         }
         local_experts = _experts_to_load(ep, layer_options.get("layer_id"))
 
-        # Of each tensor with a row for each expert, take the rows of this rank's.
+        # Take this rank's rows of each tensor that has a row for each expert.
         weights = {"w_gate_up": w_gate_up, "w_down": w_down} | ep.config.experts.options | options
         for name, value in weights.items():
             if not isinstance(value, Tensor):
@@ -1144,6 +1144,7 @@ def _can_train(ep: ExpertParallel, experts: GroupedExperts) -> bool:
 def _check_router(
     config: EPConfig, weight: Tensor, bias: Tensor | None, logit_bias: Tensor | None
 ) -> None:
+    """Raise TypeError or ValueError unless the router fits the config."""
     E = config.model.num_experts
     want = (E, config.model.hidden_size)
     if not isinstance(weight, Tensor) or weight.dtype not in FLOATS:
@@ -1210,7 +1211,7 @@ def _check_experts(ep: ExpertParallel, experts: GroupedExperts, router_weight: T
 
 
 def _adapter_room(ep: ExpertParallel, experts: object, count: int, rank: int) -> ExpertAdapters:
-    """Make room for `count` adapters. Raises ValueError where there can be none."""
+    """Make room for `count` adapters. Raises ValueError if there can be none."""
     if not isinstance(experts, GroupedExperts):
         raise ValueError(
             f"`experts` must be GroupedExperts with `adapters`, got {describe(experts)}"

@@ -463,7 +463,7 @@ class ExpertParallel(HoldsWindows):
         graphs stay; until then no graph may be replayed, and handles of earlier rounds, and their
         tensors, must not be used any more. All calls but `wake`, `resume`, `close` and `health`
         raise EPStateError. `free` is called once nothing runs on the GPU any more: it may free
-        weights. Raises EPStateError where a round is open or this object is closed, and what
+        weights. Raises EPStateError if a round is open or this object is closed, and what
         `check` and `free` do; then it is awake.
         """
         self.alone(partial(self._sleep, free))
@@ -499,7 +499,7 @@ class ExpertParallel(HoldsWindows):
         No other thread gets its turn before. Rounds and `health` begin again, and `generation` is
         another one.
 
-        Raises EPStateError where this object does not sleep, and what `resume` does where a rank
+        Raises EPStateError if this object does not sleep, and what `resume` does where a rank
         has died or the memory has gone to others: it may be called again then. Where `restore`
         raises, this object is closed: waits of the other ranks end at once, and `resume` has all
         experts of this rank among its moves.
@@ -755,7 +755,7 @@ class ExpertParallel(HoldsWindows):
         """The receive phase of `dispatch`: waits for every rank's tokens, and returns the round as
         `dispatch` does.
 
-        Raises `dispatch`'s EPMismatchError and EPTimeoutError, and ValueError where `sent` belongs
+        Raises `dispatch`'s EPMismatchError and EPTimeoutError, and ValueError if `sent` belongs
         to another round, or was received before.
         """
         return self.exchange.dispatch_recv(sent)
@@ -847,7 +847,7 @@ class ExpertParallel(HoldsWindows):
         that was aborted. `shape` and `tag` are those of dispatch on the other ranks; the shape is
         by default `last_shape`.
 
-        Raises what `dispatch` does for arguments and earlier calls, and RuntimeError where a round
+        Raises what `dispatch` does for arguments and earlier calls, and RuntimeError if a round
         is open (`abort` closes it), this object is closed, or another thread has the round.
         """
         exchange = self.exchange
@@ -917,7 +917,7 @@ class ExpertParallel(HoldsWindows):
         same ones.
 
         `tag` is from 0 to 32767, by default `next_tag`. `owner` gives it back when it is gone;
-        None: nobody does. Raises ValueError where another layer has the tag, or there is no further
+        None: nobody does. Raises ValueError if another layer has the tag, or there is no further
         number.
         """
         if tag is None:
@@ -941,7 +941,7 @@ class ExpertParallel(HoldsWindows):
     @property
     def next_tag(self) -> int:
         """What `new_tag` gives next: the first number above the last one, from 1 on, that nobody
-        has had. Raises ValueError where there is none.
+        has had. Raises ValueError if there is none.
         """
         tag = self._last_tag + 1
         while tag in self._tags:
@@ -1007,7 +1007,7 @@ class ExpertParallel(HoldsWindows):
 
         Nothing moves. `loads` are numbers of any dtype, on any device. Ranks may call it at
         different times; with the same loads, shares are balanced. Raises EPStateError without
-        `placement.live`, and ValueError where `loads` do not fit.
+        `placement.live`, and ValueError if `loads` do not fit.
         """
         self._moving.share(loads)
 
@@ -1102,7 +1102,7 @@ class ExpertParallel(HoldsWindows):
     @takes_turn_of_exchange
     def check(self, timeout_s: float | None = None) -> None:
         """Wait for everything that has been launched on the device, then `poll`. A failure that a
-        kernel reports meanwhile is raised at once, and EPTimeoutError where the device did not end
+        kernel reports meanwhile is raised at once, and EPTimeoutError if the device did not end
         within `timeout_s` seconds; None: there is no limit.
         """
         self.exchange.wait_for_device(timeout_s)

@@ -54,7 +54,7 @@ def run(job: Job) -> Report:
         raise ValueError(
             "`exchange.payload` and `exchange.combine_payload` must be auto: gloo sends no fp8 rows"
         )
-    # Over several nodes ours is measured in fp8, too.
+    # With several nodes, ours is measured in fp8, too.
     several = config.topology.num_nodes > 1
     payloads = {"epmoe": Payload.PLAIN}
     if several and Payload.FP8_OUT in Payload.for_rows(config):
@@ -69,8 +69,8 @@ def run(job: Job) -> Report:
 
 
 def report(taken: Mapping[int, Mapping[str, Times]], *, several_nodes: bool) -> Report:
-    """The figures of each T by side. The last two sides are the baseline, with fresh buffers and
-    with kept ones.
+    """Make the figures of each T by side. The last two sides are the baseline, with fresh buffers
+    and with kept ones.
     """
     results: list[Figures] = []
     for T, sides in taken.items():
@@ -85,7 +85,7 @@ def report(taken: Mapping[int, Mapping[str, Times]], *, several_nodes: bool) -> 
 
 
 def _measure(ours: Mapping[str, ExpertParallel], tokens: int, job: Job) -> dict[str, Times]:
-    """The times of each side by its name, for T tokens a rank."""
+    """Measure the times of each side, by its name, for T tokens of a rank."""
     rank = torch.distributed.get_rank(job.group)
     sample = Sample(job.config, rank, tokens, job.routing, id_dtype=torch.int64)
     baseline = "pairs" if job.config.topology.num_nodes > 1 else "gloo"

@@ -67,8 +67,8 @@ def versions() -> dict[str, str | None]:
 
 
 def commit(folder: Path = Path(__file__).resolve().parents[2]) -> str | None:
-    """The commit of the checkout in `folder`, with "-dirty" where files differ from it; None if it
-    is no checkout.
+    """The commit of the checkout in `folder`, with "-dirty" if files differ from it; None if it is
+    no checkout.
     """
     if not (folder / ".git").exists():
         return None

@@ -35,7 +35,7 @@ _FLAG_BYTES = 4096
 
 
 class _Args(ctypes.Structure):
-    """`FloorArgs` of floor.cu: addresses and counts, each of 8 bytes."""
+    """The struct `FloorArgs` of floor.cu: addresses and counts, each of 8 bytes."""
 
     _fields_ = [
         ("rows_n", ctypes.c_int64),
@@ -51,7 +51,9 @@ class _Args(ctypes.Structure):
 
 
 class FloorWindow:
-    """The kernel and one window that fits every T and payload of a configuration. Collective."""
+    """The floor's kernel, and one window that fits every T and payload of a configuration.
+    Collective.
+    """
 
     def __init__(
         self, config: EPConfig, rank: int, group: dist.ProcessGroup, device: torch.device
@@ -76,8 +78,8 @@ class FloorWindow:
 
 
 class Floor(Side):
-    """Rows of `out_bytes` bytes to other ranks and rows of `back_bytes` bytes back, with `blocks`
-    blocks each way.
+    """A round of the floor: rows of `out_bytes` bytes go to other ranks, rows of `back_bytes` bytes
+    come back, with `blocks` blocks each way.
     """
 
     def __init__(
@@ -139,8 +141,8 @@ class Floor(Side):
 
 
 class _Direction:
-    """The rows of one way and their targets. traffic_RR: rows from each rank (first index) to each
-    other rank.
+    """The rows that go one way, and their targets. traffic_RR has the rows from each rank (first
+    index) to each other rank.
     """
 
     def __init__(
@@ -181,7 +183,7 @@ class _Direction:
         )
 
     def push(self, blocks: int) -> None:
-        """Launch the kernel. Raises RuntimeError where CUDA refuses."""
+        """Launch the kernel. Raises RuntimeError if CUDA refuses."""
         problem = self.window.launch(
             ctypes.byref(self._args), blocks, torch.cuda.current_stream().cuda_stream
         )
@@ -190,7 +192,7 @@ class _Direction:
 
 
 def moves(source: Tensor, rank: int, splits: list[int], targets: list[int]) -> Tensor:
-    """Addresses int64 [n, 2]: source and target of each row. splits[r] rows go to address
+    """Make addresses int64 [n, 2], the source and target of each row. splits[r] rows go to address
     `targets[r]` and on.
 
     The order keeps all links busy, and never makes one rank the target of all others at a time.
@@ -208,7 +210,9 @@ def moves(source: Tensor, rank: int, splits: list[int], targets: list[int]) -> T
 
 
 def _compiled(peers: Peers, device: torch.device) -> Any:
-    """`epmoe_floor`. Rank 0 compiles it in about a second; its folder is removed afterwards."""
+    """Compile the kernel `epmoe_floor` on rank 0, in about a second. Its folder is removed
+    afterwards.
+    """
     with tempfile.TemporaryDirectory(prefix="epmoe-floor-") as folder:
         library = str(Path(folder) / "libfloor.so")
         problem = ""

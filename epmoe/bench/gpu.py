@@ -58,7 +58,7 @@ _COLUMNS = (
 
 
 class Contender(StrEnum):
-    """What is measured."""
+    """A side that is measured."""
 
     FLOOR = "floor"
     """one kernel each way that stores the rows, raises flags and waits, with the fastest number of
@@ -130,7 +130,7 @@ def run(
 def result(
     sample: Sample, side: str, payload: Payload, taken: Times, floor_us: float | None
 ) -> dict[str, Any]:
-    """One row. Bytes are those of the busiest rank."""
+    """Make one row of figures. Bytes are those of the busiest rank."""
     out, back = sample.row_bytes(payload)
     bytes_out = int(sample.remote_RR.sum(dim=1).max()) * out
     bytes_back = int(sample.remote_RR.sum(dim=0).max()) * back
@@ -156,7 +156,7 @@ def _measure(
     repeats: int,
     eager: bool,
 ) -> Iterator[Figures]:
-    """The figures of each contender in this case. Collective."""
+    """Measure each contender in this case. Collective."""
     group = contest.group
     floor_us = None
     time = measure_eager if eager else measure

@@ -116,7 +116,7 @@ def run(job: Job, *, peers: Sequence[Peer] = ()) -> Report:
 def _measure(
     job: Job, precision: Precision, device: torch.device, contest: Contest, copy: float
 ) -> list[Figures]:
-    """The figures of a precision, for each T. Collective."""
+    """Measure a precision for each T. Collective."""
     config = job.config
     group = job.group
     experts = random_experts(config, dist.get_rank(group), device, precision)

@@ -52,7 +52,7 @@ class Precision(StrEnum):
     """rows in the model's dtype, weights are MXFP4"""
 
 
-# Of weights with scales.
+# Dtypes of weights with scales.
 _FORMATS = {Precision.FP8: FP8_BLOCKS, Precision.MXFP4: MXFP4_GROUPS}
 
 
@@ -93,7 +93,7 @@ def problem_with(precision: Precision, config: EPConfig, device: torch.device) -
 def random_experts(
     config: EPConfig, rank: int, device: torch.device, precision: Precision
 ) -> GroupedExperts:
-    """This rank's experts; the logical expert determines the weights, so copies are equal."""
+    """Make this rank's experts. The logical expert determines the weights, so copies are equal."""
     placement = config.place_experts()
     generator = torch.Generator(device)
     weight_format = _FORMATS.get(precision)
@@ -139,8 +139,8 @@ Handle = tuple[Dispatched, Tensor]
 
 
 class WholeLayer(Side):
-    """route, dispatch, experts and combine of T tokens of this rank. The logits are made
-    beforehand.
+    """The side that runs route, dispatch, experts and combine for T tokens of this rank. Logits are
+    made beforehand.
 
     Every y of a few tokens is compared with sums that all ranks compute without the exchange, each
     over its experts.
@@ -221,8 +221,8 @@ class WholeLayer(Side):
                 raise self._wrong(self.name)
 
     def floor_us(self, copy: float) -> float:
-        """What this rank's experts take at least, µs: to read their weights, or to compute, where
-        that is longer.
+        """The least µs of this rank's experts: to read their weights, or to compute, whichever
+        takes longer.
 
         copy: bytes a µs that a copy reads and writes. Where the rate of computing is not known, to
         read.
@@ -263,8 +263,8 @@ class WholeLayer(Side):
         return RuntimeError(f"{name}: y is not the weighted sum over the token's experts")
 
     def _expected(self) -> Tensor:
-        """fp32 [S, D], y of the sampled tokens. Each rank adds the share of its experts, for the
-        tokens of all.
+        """Compute y of the sampled tokens, fp32 [S, D]. Each rank adds the share of its experts for
+        the tokens of all.
         """
         ep = self.ep
         E = ep.config.model.num_experts
@@ -299,7 +299,7 @@ class WholeLayer(Side):
 
 
 def experts_alone(layer: WholeLayer) -> Side:
-    """The experts on the rows that arrived in a round. Rows past the last segment are NaN."""
+    """The side that runs the experts on the rows of a round. Rows past the last segment are NaN."""
     d = layer.sent()
     rows_ND = d.rows.clone()
     offsets = d.expert_offsets.clone()
@@ -337,7 +337,9 @@ def _shapes(config: EPConfig) -> dict[str, tuple[int, int]]:
 
 
 def copy_bytes_per_us(device: torch.device) -> float:
-    """Bytes a µs that plain copies within `device` read and write: the fastest of a few series."""
+    """Measure the bytes a µs that copies within `device` read and write: the fastest of a few
+    series.
+    """
     on_gpu = device.type == "cuda"
     size = 1 << (30 if on_gpu else 25)
 

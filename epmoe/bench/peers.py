@@ -59,7 +59,7 @@ class Peer:
         raise NotImplementedError
 
     def layer(self, case: WholeLayer) -> AbstractContextManager[Callable[[], Tensor]]:
-        """A function that computes y [T, D] with route, in the dtype of x. Collective.
+        """Make a function that computes y [T, D] with route, in the dtype of x. Collective.
 
         The function takes x_TD and logits_TE of `case`. It calls `case.routed()` for the ids int32
         [T, K] and weights fp32 [T, K], so that all layers have the same route in their time. On
@@ -78,8 +78,8 @@ class _GivenUp(Exception):
 
 
 class Contest:
-    """The peers of a run that have `method`. left_out: why others are missing, the first reason, by
-    name.
+    """The peers of a run that have a `method`. `left_out` has the first reason why each other peer
+    is missing, by its name.
 
     All methods are collective. A peer that raises on one rank is left out on all: ranks agree after
     each step, before one of them waits for a rank that has given up. What a library does within a
@@ -140,9 +140,7 @@ class Contest:
         checked: Callable[[str, Any], Side],
         time: Callable[[Side], _T],
     ) -> Iterator[tuple[str, _T]]:
-        """The results of `time` by peer. A failed step leaves open what was opened: to close it is
-        collective.
-        """
+        """Time each peer. After a failed step, things stay open, since closing is collective."""
         E = placement.num_experts
         R = placement.ep_size
         if E % R or placement != Placement.build(E, R):
@@ -162,8 +160,8 @@ class Contest:
                 yield name, figures
 
     def _step(self, name: str, do: Callable[[], _T], install: str = "") -> _T:
-        """What `do` returns. Raises _GivenUp on all ranks, and keeps the reason, if it raises on
-        one.
+        """Return what `do` returns. If it raises on one rank, keep the reason and raise _GivenUp on
+        all.
         """
         problem = ""
         try:

@@ -25,7 +25,7 @@ STDOUT = Path("-")
 
 @dataclass(frozen=True)
 class Job:
-    """What a benchmark measures. All ranks of `group`, by default the world, have the same."""
+    """What a benchmark measures, the same on all ranks of `group`, by default the world."""
 
     config: EPConfig
     tokens: Sequence[int]

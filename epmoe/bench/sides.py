@@ -18,7 +18,9 @@ from epmoe.service import ExpertParallel
 
 
 class Side:
-    """`out` takes rows to their experts, `back` brings their outputs home. Both are collective."""
+    """Something to time. `out` takes rows to their experts, `back` brings their outputs home. Both
+    are collective.
+    """
 
     name: str
     """for messages"""
@@ -53,8 +55,7 @@ class Calls(Side):
 
 
 class ExchangeSide(Side):
-    """A side that takes back what the experts put out for the rows of a sample, computed before the
-    timing.
+    """A side that sends back precomputed outputs of experts for the rows of a sample.
 
     expects: the y of these experts. They return their rows once for each rank that got a row
     ("echo") or once for each expert, whose weights combine applies ("weights"); or they multiply
@@ -150,8 +151,8 @@ class RankMajor(Ours):
 
 
 def rows_alone(sample: Sample, group: dist.ProcessGroup) -> Side:
-    """`all_to_all_single` of the rows that cross to other ranks, both ways. Nothing is sorted,
-    counted or summed.
+    """Make the side that moves only the rows that cross to other ranks, by `all_to_all_single` both
+    ways. It sorts, counts and sums nothing.
     """
     # Rows to and from each other rank; those of this rank stay.
     splits_out = sample.remote_RR[sample.rank].tolist()
@@ -168,7 +169,7 @@ def rows_alone(sample: Sample, group: dist.ProcessGroup) -> Side:
         return home
 
     side = Calls("all_to_all_single, rows only", out, back, lambda _: [received])
-    # What arrives must come from this round.
+    # Rows that arrive must come from this round.
     poison([received, home])
     out()
     if not torch.equal(back(None), sent):
@@ -234,7 +235,9 @@ class AllToAll(ExchangeSide):
         return self.summed(self.expert_outputs, self.sample.weights_TK, handle)
 
     def sent(self, x_TD: Tensor, ids_TK: Tensor) -> SentPairs:
-        """Rows in the order of the local experts; within an expert by source rank, then token."""
+        """Put rows into the order of the local experts; within an expert by source rank, then
+        token.
+        """
         # Sort the pairs by owner and expert, and exchange how many there are.
         positions = self.position_P[ids_TK.flatten()]
         order = positions.argsort(stable=True)
@@ -267,7 +270,7 @@ class AllToAll(ExchangeSide):
     def summed(self, rows_ND: Tensor, weights_TK: Tensor, handle: SentPairs) -> Tensor:
         """[T, D], the weighted sums of the experts' outputs [N, D]."""
         T, K = weights_TK.shape
-        # By source again, and home.
+        # Sort rows by source again, and send them home.
         back = self._rows("arrived", len(rows_ND), rows_ND).index_copy_(0, handle.arrival, rows_ND)
         room = self._rows("out", T * K, rows_ND)
         home = self._exchanged(room, back, handle.splits_out, handle.splits_in)

@@ -83,8 +83,7 @@ def measure_in_turns(
     group: dist.ProcessGroup,
     advance: Callable[[], object],
 ) -> list[Times]:
-    """The times of each side on the CPU, which take turns: the median over samples of the slowest
-    rank. Collective.
+    """Time each side on the CPU, by turns: the median over samples of the slowest rank. Collective.
 
     `advance` is called after a sample of every side. Raises RuntimeError if the output of a sample
     is wrong.
@@ -111,7 +110,7 @@ def round_us(
     rounds: int = ROUNDS,
     how: How = "captured",
 ) -> float:
-    """Microseconds of a round, the median over samples of `rounds` rounds, on the slowest rank.
+    """Time a round, in µs: the median over samples of `rounds` rounds, on the slowest rank.
     Collective.
 
     Raises RuntimeError if the outputs of a captured round differ from an eager round's.
@@ -132,8 +131,8 @@ def ways_us(
     how: How = "captured",
     wanted: Any = (),
 ) -> tuple[float, float]:
-    """`round_us` of `out` and of `back`: on GPUs between events, of 1 µs each. `wanted`: outputs of
-    an eager round.
+    """Time `out` and `back` of a round as `round_us` does: on GPUs between events, of 1 µs each.
+    `wanted`: outputs of an eager round.
     """
     # The times of each sample, both ways.
     if how == "captured":
@@ -166,8 +165,8 @@ def rounds_in_turns(
     rounds: int = ROUNDS,
     wanted: Any = (),
 ) -> list[float]:
-    """`round_us` of captured rounds, for sides whose graphs are replayed by turns; `wanted` as by
-    `ways_us`.
+    """Time captured rounds as `round_us` does, for sides whose graphs are replayed by turns.
+    `wanted` is that of `ways_us`.
     """
     wanted = wanted or [_eager_outputs(side) for side in sides]
     # Graphs of all sides, then a sample of each in turn.
@@ -218,9 +217,7 @@ def captured(body: Callable[[], _T]) -> tuple[CUDAGraph, _T]:
 
 
 def elapsed_us(run: Callable[[], object], on_gpu: bool = True) -> float:
-    """Microseconds of `run()`: between events on the current stream of a GPU, or by
-    the wall clock.
-    """
+    """Time `run()`, in µs: between events on the current stream of a GPU, or by the wall clock."""
     if not on_gpu:
         start = time.perf_counter()
         run()
@@ -305,7 +302,7 @@ def _samples(
     group: dist.ProcessGroup,
     on_gpus: bool = True,
 ) -> list[float]:
-    """Microseconds a round of `run`, which plays `rounds` of them, in each sample."""
+    """Time samples of `run`, which plays `rounds` rounds. Returns µs of a round in each."""
     times = []
     for _ in range(samples):
         _align(side, group, on_gpus)
@@ -360,7 +357,7 @@ def _means(spans: list[float]) -> tuple[float, float]:
 
 
 def _chain_us(side: Side, group: dist.ProcessGroup) -> float:
-    """Microseconds of a round in a chain of calls. Raises RuntimeError for other outputs."""
+    """Time a round in a chain of calls, in µs. Raises RuntimeError if outputs differ."""
     dist.barrier(group, device_ids=[torch.cuda.current_device()])
     wanted = side.back(side.out()).clone()
     torch.cuda.synchronize()

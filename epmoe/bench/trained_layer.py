@@ -23,8 +23,8 @@ Through = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class TrainedLayer(Side):
-    """Router, exchange and experts of T tokens of this rank: `out` is the forward pass, `back` the
-    backward pass.
+    """The side with router, exchange and experts of T tokens of this rank: `out` is the forward
+    pass, `back` the backward pass.
 
     The router reads the logits, which are simulated, from the first E items of a token.
     """
@@ -84,7 +84,7 @@ class EagerLayer(Side):
     """A `MoELayer` with the tokens and weights of a `TrainedLayer`, over the same exchange. Its
     experts share the memory of `experts`.
 
-    Raises ValueError where the config's layer needs more than these experts and this router.
+    Raises ValueError if the config's layer needs more than these experts and this router.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class EagerLayer(Side):
 
 
 class OverExchange:
-    """`Through` as a `MoELayer` goes, with as many static rows as arrive, which the first call
-    counts.
+    """A `Through` that goes as a `MoELayer` does, with as many static rows as arrive. The first
+    call counts these.
     """
 
     def __init__(self, exchange: TrainingExchange, experts: GroupedExperts) -> None:
@@ -142,7 +142,7 @@ def over_all_to_all(pairs: AllToAll, experts: GroupedExperts) -> Through:
 
 
 def pass_figures(layer: TrainedLayer, forward: float, backward: float) -> dict[str, float]:
-    """The figures of a layer by the keys of the columns, from µs of both passes."""
+    """Make the figures of a layer, by the keys of the columns, from µs of both passes."""
     # Three products of a pair, a multiply and an add each; backward has twice as many.
     model = layer.sample.config.model
     pairs = layer.sample.tokens * model.num_experts_per_tok

@@ -96,7 +96,7 @@ _T = TypeVar("_T")
 
 
 class Passes:
-    """T tokens of this rank, their routing, and as many rows as arrive here."""
+    """T tokens of this rank, their routing, and as many rows as arrive on it."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Passes:
         self.grad_weights = torch.linspace(-1, 1, self.num_rows, device=ep.device)
 
     def exchanged(self, weights_on: WeightsOn) -> Sequence[Tensor]:
-        """The exchange, whose experts return their rows."""
+        """Run the exchange with experts that return their rows."""
         routed = self.exchange.dispatch(
             self.x, self.ids, self.weights, weights_on=weights_on, num_rows=self.num_rows
         )
@@ -135,7 +135,7 @@ class Passes:
         y = self.exchange.combine(routed.rows, routed)
         if routed.row_weights is None:
             return torch.autograd.grad(y, (self.x, self.weights), self.grad)
-        # What experts that apply the weights would say of these.
+        # The gradients that experts would return if they applied the weights.
         outputs = (y, routed.row_weights)
         gradients = (self.grad, self.grad_weights)
         return torch.autograd.grad(outputs, (self.x, self.weights), gradients)
@@ -206,7 +206,7 @@ def run(job: Job, payload: PayloadName = "auto") -> Report:
 def _layers(
     passes: Passes, experts: GroupedExperts, job: Job, left_out: dict[str, str]
 ) -> Iterator[Figures]:
-    """The figures of a layer over our exchange, and of one over torch's calls."""
+    """Measure a layer over our exchange, and one over torch's calls."""
     layer = partial(TrainedLayer, sample=passes.sample, routing=job.routing, experts=experts)
     ours = layer("the layer", through=OverExchange(passes.exchange, experts))
     theirs = layer("the layer over all-to-all", through=over_all_to_all(passes.pairs, experts))
@@ -239,7 +239,7 @@ def _eager(
     job: Job,
     left_out: dict[str, str],
 ) -> Figures:
-    """The figures of a `MoELayer` without graphs, or why there are none."""
+    """Measure a `MoELayer` without graphs, or say why there are no figures."""
     try:
         eager = EagerLayer(layer, passes.exchange, experts, passes.num_rows)
     except ValueError as error:

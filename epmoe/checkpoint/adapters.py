@@ -314,7 +314,7 @@ def _of_all(
             )
         if parts[part] is not None:
             raise ValueError(f"`{block}.experts` has two adapters of the shape {shapes[part]}")
-        # By expert: a has them one after the other, b column by column.
+        # In a, experts follow one another; in b, their columns alternate.
         a_all = a.view(E, r, -1)
         b_all = b.view(-1, r, E).permute(2, 0, 1)
         parts[part] = (a_all, b_all.float() * scaling)

@@ -154,9 +154,9 @@ def _tensors(
     """
     state = dict(module.state_dict())
     saved: list[_Saved] = []
-    # By key of other tensors of MoE blocks: their names in the folder.
+    # The names in the folder of other tensors of MoE blocks, by their keys.
     names: dict[str, str] = {}
-    # By block: names below it that the model must have.
+    # The names below each block that the model must have.
     needed: dict[str, set[str]] = {}
     # Experts, and what else is in their blocks.
     for prefix, layer in layers:

@@ -213,7 +213,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         self.path = Path(path)
         self._opened: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
-        # By name, the files of the index; {} without one.
+        # The file of each tensor by the index; {} without one.
         indexed: dict[str, str] = {}
         if (self.path / WHOLE).is_file():
             files = [WHOLE]

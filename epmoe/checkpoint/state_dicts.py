@@ -278,7 +278,7 @@ def load(
         # All ranks can, or nothing is touched.
         state, named = _state_of(module, optimizer)
         peers.all_gather(None)
-        # Of tensors of the module, what is read is loaded.
+        # Values that are read into tensors of the module are loaded by that.
         folders.load(state, folder, peers)
         # The rest, and the state of the optimizer.
         of_module = {}

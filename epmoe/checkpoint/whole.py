@@ -37,7 +37,7 @@ def _by_cpu(value: DTensor) -> Tensor:
     from torch.distributed.tensor import DeviceMesh, DTensor
 
     mesh = value.device_mesh
-    # The same groups, of CPUs. Of one dimension it takes the group alone.
+    # Make a mesh of CPUs over the same groups.
     groups = mesh.get_all_groups()
     if len(groups) == 1:
         mesh_of_cpus = DeviceMesh.from_group(groups[0], "cpu")

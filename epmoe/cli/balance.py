@@ -86,7 +86,7 @@ def balance(
 
 
 def _read(path: Path, num_experts: int) -> Tensor:
-    """Loads [L, E]."""
+    """Read loads [L, E] from a file."""
     suffix = path.suffix.lower()
     if suffix not in _SUFFIXES:
         raise UserError(

@@ -64,7 +64,7 @@ class Capacity:
         tokens = R * config.capacity.max_num_tokens_per_rank
         e = max(placement.num_local_experts(rank) for rank in range(R))
         share = e / P
-        # Of one token's draws, which are without replacement.
+        # The draws of one token are without replacement.
         variance = K * share * (1 - share) * (P - K) / max(1, P - 1)
         padding = e * (config.alignment - 1)
         worst = round_up(tokens * K + padding, config.alignment)
@@ -86,8 +86,8 @@ class Capacity:
 
 
 def suggestions(config: EPConfig) -> list[Suggestion]:
-    """The rows for each of `LOADS`, and the bytes of the node that they save. Empty if the saving
-    is small.
+    """Suggest rows for each of `LOADS`, with the bytes of the node that they save. Returns [] if
+    the saving is small.
     """
     capacity = Capacity.of(config)
     whole = _node_bytes(config, None)
@@ -135,7 +135,7 @@ def advice(config: EPConfig) -> Iterator[str | Table]:
 
 
 def network(config: EPConfig) -> Iterator[str]:
-    """What crosses the network between several nodes, and what padding adds to it."""
+    """Describe what crosses the network between several nodes, and how much padding adds to it."""
     nodes = config.topology.num_nodes
     limit = config.rows_per_node
     if nodes == 1:

@@ -103,8 +103,8 @@ class StageClock:
 
 
 def stage_of(model: nn.Module, name: str) -> str | None:
-    """The stage of a module of `model`, by the names that transformers gives to modules; None if
-    its parent's.
+    """The stage of a module of `model`, by the name that transformers gives to it; None: that of
+    its parent.
     """
     parent, _, leaf = name.rpartition(".")
     if not name:

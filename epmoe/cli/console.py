@@ -85,7 +85,7 @@ def quiet_exit() -> typer.Exit:
 
 
 def _leave(file: Path, message: str, code: int, because_of: Sequence[int] = ()) -> None:
-    """Leave a message to the process that started this rank."""
+    """Leave a message for the process that started this rank."""
     said = {
         "message": message,
         "code": code,
@@ -146,8 +146,8 @@ def print_table(table: Table) -> None:
 
 
 def print_whole(item: str | Table) -> None:
-    """Print a paragraph, or a table of which no word and no figure is cut: on a terminal that is
-    too narrow for them its lines wrap.
+    """Print a paragraph, or a table without cutting words or figures: on a terminal that is too
+    narrow its lines wrap.
     """
     if isinstance(item, Table):
         wide = console.options.update(max_width=_WIDEST)
@@ -216,7 +216,7 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def command(arguments: Sequence[str]) -> str:
-    """What to type for this run: variables that override the configuration, `epmoe`,
+    """The command to type for this run: variables that override the configuration, `epmoe`,
     `arguments`.
     """
     words = []

@@ -33,7 +33,7 @@ _OF_TORCH = (
     "never run there; experts by torch's grouped_mm, which waits for the host: no CUDA graph of a "
     "layer"
 )
-# What a GPU gets, by the major number of its compute capability. README says it, too.
+# The state of each kind of GPU, by the major number of its compute capability, as in README.
 _GETS = {
     8: _OF_TORCH,
     9: "tried; every kernel",
@@ -50,7 +50,7 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one subject, and what to do about it."""
+    """The state of one subject, and what to do about it."""
 
     level: Literal["ok", "warn", "fail"]
     subject: str
@@ -76,7 +76,7 @@ def doctor(config: Annotated[Path | None, CONFIG] = None) -> None:
 
 
 def diagnose(config: EPConfig | None) -> Iterator[Finding]:
-    """All findings, in the order in which to correct them."""
+    """Find all problems, in the order in which to correct them."""
     if build.ready() is None:
         yield _compiler()
     yield _torch()
@@ -93,6 +93,7 @@ def diagnose(config: EPConfig | None) -> Iterator[Finding]:
 
 
 def _compiler() -> Finding:
+    """Check that there is a C++ compiler."""
     compiler = os.environ.get("CXX") or "c++"
     advice = (
         "install g++ 11 or newer (Debian, Ubuntu: apt-get install g++), or point CXX to a compiler"
@@ -123,6 +124,7 @@ def _torch() -> Finding:
 
 
 def _native_library() -> Finding:
+    """Check that the native library loads, and build it if need be."""
     try:
         from epmoe.local.route import route
 
@@ -137,16 +139,17 @@ def _native_library() -> Finding:
 
 
 def _gpus(config: EPConfig | None) -> Iterator[Finding]:
+    """Check the GPUs that torch sees, and the compiler of their kernels."""
     count = torch.cuda.device_count()
     yield from _number_of_gpus(config, count)
     if not torch.cuda.is_available():
         return
-    # Each is new enough, and all reach one another.
+    # Check each of them, and that all reach one another.
     for index in range(count):
         yield _card(index)
     if count > 1:
         yield _peer_access(count)
-    # Their kernels can be built.
+    # Check that their kernels can be built.
     if shutil.which("nvcc") is None and build.ready() is None:
         advice = f"install the CUDA {torch.version.cuda} toolkit and put its bin/ on the PATH"
         yield Finding(
@@ -155,7 +158,7 @@ def _gpus(config: EPConfig | None) -> Iterator[Finding]:
 
 
 def _card(index: int) -> Finding:
-    """A GPU, and what it gets."""
+    """Check one GPU, and say which kernels it has."""
     found = torch.cuda.get_device_properties(index)
     detail = f"{found.name}, sm_{found.major}{found.minor}, {human_bytes(found.total_memory)}"
     subject = f"cuda:{index}"
@@ -169,7 +172,7 @@ def _card(index: int) -> Finding:
 
 
 def _problem_with_kernels(index: int) -> str | None:
-    """Why our kernels do not run on a GPU: the library may be without them, or for other GPUs."""
+    """Why our kernels do not run on a GPU, or None. The library may have none, or none for it."""
     try:
         from epmoe.local.route import route
 
@@ -181,7 +184,7 @@ def _problem_with_kernels(index: int) -> str | None:
 
 
 def _peer_access(count: int) -> Finding:
-    """Whether all GPUs reach one another, and over what."""
+    """Check that all GPUs reach one another, by NVLink or PCIe."""
     cut = []
     for a, b in itertools.permutations(range(count), 2):
         if not torch.cuda.can_device_access_peer(a, b):
@@ -205,7 +208,7 @@ def _peer_access(count: int) -> Finding:
 
 
 def _number_of_gpus(config: EPConfig | None, count: int) -> Iterator[Finding]:
-    """Whether there are enough for a configuration, or any at all."""
+    """Check that there are enough GPUs for a configuration, or say that there are none."""
     size = config.topology.ep_size if config else 0
     if config and config.exchange.transport == "nvlink" and count < size:
         detail = (
@@ -222,7 +225,7 @@ def _number_of_gpus(config: EPConfig | None, count: int) -> Iterator[Finding]:
 
 
 def _experts_gemm() -> Finding:
-    """Which library computes the experts' grouped GEMM."""
+    """Say which library computes the experts' grouped GEMM."""
     for dtype in (torch.bfloat16, FP8):
         gate_up = torch.empty(1, 512, 256, dtype=dtype, device="cuda")
         down = torch.empty(1, 256, 256, dtype=dtype, device="cuda")
@@ -239,6 +242,7 @@ def _experts_gemm() -> Finding:
 
 
 def _optional(package: str, without: str) -> Finding:
+    """Check that an optional package is installed."""
     try:
         return Finding("ok", package, importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:
@@ -247,6 +251,7 @@ def _optional(package: str, without: str) -> Finding:
 
 
 def _anonymous_memory() -> Finding:
+    """Check that this process can make anonymous memory for windows."""
     try:
         os.close(os.memfd_create("epmoe-doctor"))
     except OSError as error:
@@ -256,6 +261,7 @@ def _anonymous_memory() -> Finding:
 
 
 def _memory(config: EPConfig | None) -> Iterator[Finding]:
+    """Check that there is memory for the ranks of a configuration."""
     available = available_memory_bytes()
     detail = f"{human_bytes(available)} available"
     if config is None:
@@ -267,9 +273,9 @@ def _memory(config: EPConfig | None) -> Iterator[Finding]:
         "lower `capacity.max_num_tokens_per_rank` or set `capacity.max_expert_rows`; see `epmoe "
         "plan`"
     )
-    # Each GPU has room for its rank, or the machine for all ranks.
+    # Each GPU must have room for its rank, or the machine for all ranks.
     if config.exchange.transport == "nvlink":
-        # `_gpus` has said that there are too few.
+        # With too few GPUs, `_number_of_gpus` has said so.
         if torch.cuda.device_count() < ranks:
             return
         free, _ = torch.cuda.mem_get_info()

@@ -68,7 +68,7 @@ main()
 
 
 def load(config: Path, nproc: int | None = None) -> EPConfig:
-    """The configuration of this name or path, for `nproc` ranks if that is given. Raises
+    """Load the configuration of this name or path, for `nproc` ranks if that is given. Raises
     ConfigError.
 
     With `nproc`, the path may be the folder of a Hugging Face checkpoint.
@@ -88,7 +88,7 @@ def load(config: Path, nproc: int | None = None) -> EPConfig:
 
 
 def _other_number(config: EPConfig, started: int, here: int) -> str:
-    """What to say where a launcher has started another number of processes."""
+    """Text that says what to do if a launcher has started another number of processes."""
     where = "--standalone"
     if config.topology.num_nodes > 1:
         nodes = config.topology.num_nodes
@@ -137,7 +137,7 @@ def check_ranks(config: EPConfig) -> None:
 
 
 def _started_ranks() -> int:
-    """The WORLD_SIZE that a launcher set, whose other variables are checked."""
+    """The WORLD_SIZE that a launcher has set. It also checks the launcher's other variables."""
     # All are there, and are numbers.
     needed = ["WORLD_SIZE"]
     if _STORE not in os.environ:
@@ -297,7 +297,7 @@ def launch(
 def _variables_by_rank(
     ranks: int, run_id: str, meeting: Mapping[str, str]
 ) -> dict[int, dict[str, str]]:
-    """The variables of torchrun for each rank, and those by which ranks meet."""
+    """Make the variables of torchrun for each rank, and those by which ranks meet."""
     variables = {}
     for rank in range(ranks):
         variables[rank] = {
@@ -314,7 +314,9 @@ def _variables_by_rank(
 
 @contextmanager
 def _restored() -> Iterator[None]:
-    """Undoes what the block changes in this process: environment, logging, handlers of signals."""
+    """Undo within this context what torch's launcher changes in this process: environment, logging,
+    handlers of signals.
+    """
     environment = os.environ.copy()
     disabled = logging.root.manager.disable
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
@@ -376,7 +378,7 @@ class _Kind(IntEnum):
 
 
 def _cause(failures: Mapping[int, ProcessFailure]) -> int:
-    """The rank whose failure explains the others.
+    """Find the rank whose failure explains the others.
 
     It is among the first. A rank that dies or refuses its input makes others fail within moments;
     and once one has failed, torch's launcher ends the others: with SIGTERM, and those that remain
@@ -398,7 +400,7 @@ def _cause(failures: Mapping[int, ProcessFailure]) -> int:
             return _Kind.DEATH if failure.exitcode < 0 else _Kind.FAILURE
         if failure.error_file_data["code"] == 2:
             return _Kind.REFUSAL
-        # Whoever names another rank that has failed, failed because of it.
+        # A rank whose error names another failed rank has failed because of that one.
         named = set(failure.error_file_data["because_of"]) - {rank}
         return _Kind.FAILURE if named.isdisjoint(own) else _Kind.CONSEQUENCE
 
@@ -413,8 +415,8 @@ def _left_message(failure: ProcessFailure) -> bool:
 
 
 def _load_native_library() -> None:
-    """Build the native library here if need be: that minute should not count as
-    waiting for a rank.
+    """Build the native library here if need be, since that minute must not count as waiting for a
+    rank.
     """
     from epmoe.native import ops
     from epmoe.native.build import BuildError

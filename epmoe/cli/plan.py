@@ -83,7 +83,7 @@ def plan(
 
 
 def _memory_table(plan: MemoryPlan, totals: dict[str, int]) -> Table:
-    """The buffers by region, and the totals; 80 columns hold it."""
+    """Make a table of the buffers by region, and of the totals. It fits into 80 columns."""
     table = Table("", "shape", "dtype", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("bytes", justify="right", no_wrap=True)
     table.columns[0].no_wrap = True
@@ -110,8 +110,8 @@ def _memory_table(plan: MemoryPlan, totals: dict[str, int]) -> Table:
 
 
 def _launches(config: EPConfig, plan: MemoryPlan, multiprocessors: int) -> list[dict[str, Any]]:
-    """The launches of dispatch and combine by T, up to M, for both phases in one call and
-    expert-major rows.
+    """The launches of dispatch and combine by T, up to M: both phases in one call, expert-major
+    rows.
     """
     # Here, since it needs the native library, unlike the memory plan.
     from epmoe.exchange.launch_policy import launches
@@ -133,7 +133,7 @@ def _launches(config: EPConfig, plan: MemoryPlan, multiprocessors: int) -> list[
 
 
 def _launch_table(rows: list[dict[str, Any]], multiprocessors: int) -> Table:
-    """What `_launches` returns, a line for each T."""
+    """Make a table of launches, with a line for each T."""
     table = Table(
         title=f"launches by T on {multiprocessors} multiprocessors",
         caption=(
@@ -162,7 +162,7 @@ def _launch_table(rows: list[dict[str, Any]], multiprocessors: int) -> Table:
 
 
 def _totals(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, int]:
-    """Bytes by name, of the rank that has most of each, and of a node."""
+    """The bytes of each kind: of the rank that has most of it, and of a node."""
     node = plans[: config.topology.ranks_here]
     totals = {
         "window per rank": max(p.window_bytes for p in plans),
@@ -180,7 +180,7 @@ def _totals(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, int]:
 
 
 def _as_dict(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, Any]:
-    """The memory, for `--json`."""
+    """The memory plan, for `--json`."""
     ranks = []
     for rank, plan in enumerate(plans):
         sizes = {
@@ -194,7 +194,7 @@ def _as_dict(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, Any]:
             derived = {"dtype": dtype_name(buffer.dtype), "nbytes": buffer.nbytes}
             buffers.append(dataclasses.asdict(buffer) | derived)
         ranks.append({"rank": rank, **sizes, "buffers": buffers})
-    # What rows of experts would do, for whoever reads the JSON.
+    # Other limits of expert rows, for readers of the JSON.
     capacity = Capacity.of(config)
     found = [dataclasses.asdict(one) for one in suggestions(config)]
     return {

@@ -74,8 +74,8 @@ def _verdict(results: Sequence[Result]) -> str:
 
 
 def about(configuration: Path, started: datetime) -> dict[str, str]:
-    """What this process ran, where, when (from `started`, which has a time zone, until now) and
-    with which versions.
+    """Describe what this process ran, where, when (from `started`, which has a time zone, until
+    now) and with which versions.
 
     No path outside the working directory is repeated.
     """
@@ -90,7 +90,7 @@ def about(configuration: Path, started: datetime) -> dict[str, str]:
 
 
 def machine() -> str:
-    """Processor, memory, GPUs and system of this machine, in a line."""
+    """Describe processor, memory, GPUs and system of this machine in a line."""
     found = facts.machine()
     cores = found["cores"]
     gpus = found["gpus"]
@@ -117,7 +117,7 @@ def versions() -> str:
 
 
 def headline(results: Sequence[Result]) -> str:
-    """The outcome in one line."""
+    """Say the outcome in one line."""
     failed = [result for result in results if not result.passed]
     if failed:
         whats = []
@@ -146,7 +146,7 @@ def headline(results: Sequence[Result]) -> str:
 
 
 def glance(results: Sequence[Result]) -> list[tuple[str, str, str]]:
-    """The figures at the top: (what, value, remark)."""
+    """The figures at the top of the report: what each is, its value, and a remark."""
     # Sums and spans over all runs.
     models = [result.config.model for result in results]
     transport = "NVLink" if results[0].config.exchange.transport == "nvlink" else "shared memory"
@@ -173,7 +173,7 @@ def glance(results: Sequence[Result]) -> list[tuple[str, str, str]]:
 
 
 def caution(results: Sequence[Result]) -> str:
-    """What a reader of the times must know."""
+    """Say what a reader of the times must know."""
     if results[0].config.exchange.transport == "nvlink":
         return ""
     ranks = results[0].placement.ep_size

@@ -91,12 +91,12 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Balancing:
-    """What moving experts has changed."""
+    """The loads of ranks while experts moved."""
 
     rows: Sequence[Sequence[int]]
     """[R][rounds] rows that the experts of each rank received"""
     moves: Sequence[tuple[int, int]]
-    """(rounds before it, moves) of each plan"""
+    """of each plan: the rounds before it, and its moves"""
 
     @property
     def num_moves(self) -> int:
@@ -104,8 +104,8 @@ class Balancing:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Load of the busiest rank over the mean, in the first quarter of the rounds and in the
-        last.
+        """The load of the busiest rank over the mean, in the first and in the last quarter of the
+        rounds.
         """
         quarter = max(1, len(self.rows[0]) // 4)
         first = imbalance([sum(rows[:quarter]) for rows in self.rows])
@@ -166,10 +166,10 @@ class Result:
 
     @staticmethod
     def counts(placement: Placement, healths: Sequence[Health]) -> dict[str, Any]:
-        """The fields `traffic`, `load`, `dropped`, `health` and `waited`, from the health of each
-        rank.
+        """Make the fields `traffic`, `load`, `dropped`, `health` and `waited` from the health of
+        each rank.
         """
-        # By expert, whichever rank has it.
+        # The load of each expert, whichever rank has it.
         load: dict[int, int] = {}
         for rank, health in enumerate(healths):
             experts = placement.local_experts(rank)
@@ -196,7 +196,7 @@ class Result:
 
     @property
     def holder(self) -> str:
-        """What has a load: a slot where experts move, otherwise an expert."""
+        """The word for what has a load: a slot if experts move, otherwise an expert."""
         return "slot" if self.balancing else "expert"
 
     @property
@@ -245,7 +245,7 @@ class Result:
 
     @property
     def cause(self) -> str:
-        """Why a check may have failed, where a rank dropped pairs; else empty."""
+        """Why a check may have failed: pairs that ranks have dropped; "" if there are none."""
         if not any(self.dropped):
             return ""
         total = sum(self.dropped) + sum(self.load)
@@ -259,16 +259,12 @@ class Result:
 
     @property
     def waiting(self) -> float:
-        """Seconds of dispatch and combine that the mean rank waited for others, at least: for its
-        latest rank.
-        """
+        """The least seconds that a rank waited for others on average: those for its latest rank."""
         return sum(map(max, self.waited)) / len(self.waited)
 
     @property
     def late(self) -> LateRank | None:
-        """The rank that all ranks together have waited for the longest, and these seconds; None if
-        nobody waited.
-        """
+        """The rank for which all ranks together have waited longest; None if nobody waited."""
         seconds = [sum(of_source) for of_source in zip(*self.waited, strict=True)]
         most = max(seconds)
         if not most:
@@ -285,8 +281,8 @@ def by_rank(placement: Placement, values: Sequence[_T]) -> list[list[_T]]:
 
 
 def mean_stages(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Stage → mean seconds over `ranks`, in the order of `STAGES`; a stage that a rank has not
-    counts as 0.
+    """The mean seconds of each stage over ranks, in the order of `STAGES`. A stage that a rank does
+    not have counts as 0.
     """
     means = {}
     for stage in STAGES:

@@ -100,7 +100,7 @@ def run(
 
 
 def _check_options(model: list[str] | None, of_layer: dict[str, object]) -> None:
-    """Raise UserError where options of the layer are given beside models."""
+    """Raise UserError if options of the layer are given beside models."""
     for option, value in of_layer.items():
         if model and value is not None:
             raise UserError(

@@ -258,7 +258,7 @@ class CapacityConfig(Strict):
 
 
 class ExchangeConfig(Strict):
-    """How rows travel."""
+    """How rows travel between ranks."""
 
     transport: Literal["auto", "shared_memory", "nvlink"] = "auto"
     """auto: shared_memory on CPU, nvlink on CUDA."""
@@ -346,7 +346,7 @@ class EPConfig(Strict):
 
     @property
     def alignment(self) -> int:
-        """Rows of which segments start at a multiple, in rounds with `dispatch(…,
+        """The number of rows of which segments start at multiples, in rounds with `dispatch(…,
         aligned=True)`.
         """
         if self.capacity.alignment is not None:
@@ -379,8 +379,8 @@ class EPConfig(Strict):
         return self.capacity.max_rows_per_node or self.capacity.max_num_tokens_per_rank
 
     def of_node(self) -> Self:
-        """The configuration of the exchange within one node, whose ranks bring what the slabs of
-        all nodes hold.
+        """Make the configuration of the exchange within one node. Its ranks bring the rows that the
+        slabs of all nodes hold.
 
         Its waits are a little longer than those for the network: the rank that waits for the
         network then reports first which rank is missing. Overflow and aborts are counted only,
@@ -424,8 +424,8 @@ class EPConfig(Strict):
         )
 
     def with_placement(self, placement: Placement) -> Self:
-        """This configuration for the ranks, owners and copies of `placement`, as the ranks of a
-        resumed group have it.
+        """Make the configuration for the ranks, owners and copies of `placement`, as a resumed
+        group has it.
 
         Raises ConfigError if it does not fit the other sections, as with more ranks than
         `topology.ranks_per_node`; and with `placement.live` if it is not the one with which such a
@@ -451,7 +451,7 @@ class EPConfig(Strict):
         return type(self)(**sections)
 
     def of_size(self, ep_size: int) -> Self:
-        """This configuration with `placement.live` for a group of another size, whose ranks keep
+        """Make the configuration with `placement.live` for a group of another size. Ranks keep
         their slots.
 
         Ranks get more slots where all experts would not fit otherwise, and the group more seats
@@ -484,8 +484,8 @@ class EPConfig(Strict):
 
     @classmethod
     def from_hf(cls, source: Any, *, ep_size: int, **sections: Any) -> Self:
-        """The config for the MoE layers of a Hugging Face model: `model`, and all of `routing` and
-        `experts`.
+        """Make the config for the MoE layers of a Hugging Face model: `model`, and all of `routing`
+        and `experts`.
 
             config = EPConfig.from_hf(
                 "/checkpoints/Qwen3-30B-A3B", ep_size=8, exchange={"transport": "nvlink"}
@@ -523,8 +523,8 @@ class EPConfig(Strict):
 
     @classmethod
     def overridden(cls, sections: dict[str, Any], where: str = "") -> Self:
-        """The config of these sections, whose keys environment variables `EPMOE_<SECTION>__<KEY>`
-        override.
+        """Make the config of these sections. Environment variables `EPMOE_<SECTION>__<KEY>`
+        override their keys.
 
         Raises ConfigError, whose message begins with `where`.
         """
@@ -549,6 +549,7 @@ class EPConfig(Strict):
         return self
 
     def _rules(self) -> Iterator[_Rule]:
+        """All rules that involve more than one key."""
         yield from self._model_rules()
         yield from self._live_rules()
         yield from self._placement_rules()
@@ -564,6 +565,7 @@ class EPConfig(Strict):
         yield from self._capacity_rules()
 
     def _live_rules(self) -> Iterator[_Rule]:
+        """Rules of experts that move."""
         section = self.placement
         ranks = self.topology.ep_size
         seats = self.topology.max_ranks
@@ -628,6 +630,7 @@ class EPConfig(Strict):
         )
 
     def _model_rules(self) -> Iterator[_Rule]:
+        """Rules of the model and its routing."""
         model = self.model
         routing = self.routing
         experts = model.num_experts
@@ -674,6 +677,7 @@ class EPConfig(Strict):
         )
 
     def _placement_rules(self) -> Iterator[_Rule]:
+        """Rules of ranks, nodes and owners."""
         size = self.topology.ep_size
         node = self.topology.ranks_here
         yield _Rule(
@@ -703,6 +707,7 @@ class EPConfig(Strict):
         )
 
     def _capacity_rules(self) -> Iterator[_Rule]:
+        """Rules of the sizes of buffers."""
         model = self.model
         exchange = self.exchange
         tokens = self.capacity.max_num_tokens_per_rank

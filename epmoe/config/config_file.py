@@ -50,8 +50,8 @@ _NUMBERS = {
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, made to refuse keys given twice, which plain YAML takes silently, and to
-    read numbers as `_NUMBERS` says.
+    """YAML's safe loader that refuses keys given twice, which plain YAML takes silently, and reads
+    numbers as `_NUMBERS` says.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -97,8 +97,8 @@ _PARSERS: dict[str, Callable[[str], object]] = {
 
 
 def ready_configs() -> dict[str, Path]:
-    """The configurations that come with epmoe, by name: those in the package, in a checkout those
-    of its root.
+    """The configurations that come with epmoe, by name. They are in the package, in a checkout in
+    its root.
     """
     folders = [_PACKAGE / "configs"]
     # In a checkout; elsewhere a folder `configs` beside the package is not ours.
@@ -111,8 +111,8 @@ def ready_configs() -> dict[str, Path]:
 
 
 def find_config(name_or_path: str | Path) -> Path:
-    """The file that is meant: an existing file, else the ready configuration of that name, as in
-    `cpu_demo`.
+    """Find the file that is meant: an existing file, otherwise the ready configuration of that
+    name, as in `cpu_demo`.
 
     A path with a suffix or a folder is returned as it is, and reading it gives the error. Raises
     ConfigError for the folder of a checkpoint and, with a list of the names, for any other name.
@@ -141,7 +141,9 @@ def find_config(name_or_path: str | Path) -> Path:
 def read_config(
     path: str | Path, holds: str = "sections such as `model:` and `topology:`"
 ) -> dict[str, Any]:
-    """The mapping in a .yaml, .yml, .toml or .json file. Raises ConfigError naming the file."""
+    """Read the mapping in a .yaml, .yml, .toml or .json file. Raises ConfigError, which names the
+    file.
+    """
     path = Path(path)
     parse = _PARSERS.get(path.suffix.lower())
     if parse is None:
@@ -167,7 +169,7 @@ def read_config(
 
 
 def _text_of(path: Path) -> str:
-    """Raises ConfigError, without the path."""
+    """Read a text file. Raises ConfigError, without the path."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -180,8 +182,8 @@ def _text_of(path: Path) -> str:
 
 
 def _brief(error: Exception) -> str:
-    """The line of a mistake and what it is; parsers of YAML and JSON have them under names of their
-    own.
+    """Say the line of a mistake and what it is. Parsers of YAML and JSON have both under different
+    names.
     """
     # YAML's marks count lines from 0.
     line = getattr(error, "lineno", None)
@@ -201,7 +203,8 @@ def _brief(error: Exception) -> str:
 def environment_overrides(
     environ: Mapping[str, str], sections: Mapping[str, Collection[str]]
 ) -> dict[str, Override]:
-    """What variables `EPMOE_<SECTION>__<KEY>` set, by variable. Their values are YAML.
+    """Read the variables `EPMOE_<SECTION>__<KEY>`. Their values are YAML. Returns what each sets,
+    by its name.
 
     Variables without the double underscore are not configuration. A variable that names no key of
     `sections`, or a section alone, or that has one underscore where it needs two, is an error,
@@ -233,7 +236,7 @@ def environment_overrides(
 
 
 def _check_means_nothing(variable: str, sections: Mapping[str, Collection[str]]) -> None:
-    """Raises ConfigError where a variable without a double underscore looks like an override."""
+    """Raise ConfigError if a variable without a double underscore looks like an override."""
     name = variable.removeprefix(ENV_PREFIX).lower()
     where = f"environment variable {variable}"
     if name in sections:
@@ -248,8 +251,8 @@ def _check_means_nothing(variable: str, sections: Mapping[str, Collection[str]])
 
 
 def _meant(name: str, sections: Mapping[str, Collection[str]]) -> str | None:
-    """The override that a variable without a double underscore is close to: SECTION_KEY, or the KEY
-    alone.
+    """The override to which a variable without a double underscore is close: SECTION_KEY, or the
+    KEY alone.
     """
     overrides = {}
     by_key = {}
@@ -264,8 +267,8 @@ def _meant(name: str, sections: Mapping[str, Collection[str]]) -> str | None:
 
 
 def explain(item: Any, known: Sequence[str]) -> str:
-    """One pydantic error in our words: the dotted key, what it must be, what it is. `known` keys
-    give a hint.
+    """Say one error of pydantic in our words: the dotted key, what it must be, what it is. `known`
+    keys give a hint.
     """
     last = item["loc"][-1] if item["loc"] else None
     key = f"`{_dotted(item['loc'])}`"

@@ -117,7 +117,7 @@ _USUAL = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """Model types whose routers and experts work alike."""
+    """Types of models whose routers and experts work alike."""
 
     types: str
     """Model types, with spaces between them."""
@@ -173,7 +173,7 @@ _SILU = {"alpha": 1.0}  # whatever `hidden_act` is
 
 
 def _cohere2(sharing: Mapping[str, Any]) -> tuple[_Row, _Row]:
-    """The rows of Cohere's two routers, where shared experts are as `sharing` says."""
+    """Make the rows of Cohere's two routers, with shared experts as `sharing` says."""
     return (
         _Row(
             types="cohere2_moe",
@@ -400,8 +400,8 @@ REFUSED = {
 
 
 def sections_of(source: Any, overrides: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The sections `model`, `routing` and `experts` of a Hugging Face model, and the beginning of
-    messages about it.
+    """Make the sections `model`, `routing` and `experts` of a Hugging Face model. Also returns the
+    beginning of messages about it.
 
     Takes and raises as `EPConfig.from_hf`, but checks no values. Keys of the sections `overrides`
     replace those of the model.
@@ -429,8 +429,8 @@ def sections_of(source: Any, overrides: Mapping[str, Any]) -> tuple[dict[str, An
 
 
 def _dtype_of(whole: Mapping[str, Any], part: Mapping[str, Any]) -> Any:
-    """The dtype that a model names, or None: the whole goes before its part, a new key before the
-    old one.
+    """The dtype that a model names, or None. The whole model counts before its part, a new key
+    before the old one.
     """
     for config in (whole, part):
         for key in ("dtype", "torch_dtype"):
@@ -440,7 +440,7 @@ def _dtype_of(whole: Mapping[str, Any], part: Mapping[str, Any]) -> Any:
 
 
 def _part_with_experts(whole: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a model whose type is known; without one, the innermost part."""
+    """Find the part of a model whose type is known; if there is none, the innermost part."""
     # Go inwards, to the first part of a known type.
     around = whole
     config = whole
@@ -470,7 +470,7 @@ def _is_type(model_type: object, of: Iterable[str]) -> bool:
 def _values(
     row: _Row, config: Mapping[str, Any], where: str, overrides: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Our sections `model` and `routing`. Raises ConfigError where a key is missing that is not
+    """Read the sections `model` and `routing`. Raises ConfigError if a key is missing, and is not
     among the `overrides` either.
     """
     sections: dict[str, dict[str, Any]] = {"model": {}, "routing": dict(row.routing)}
@@ -501,7 +501,7 @@ def _values(
 
 
 def _agreed(config: Mapping[str, Any], names: Sequence[str], where: str, ours: str) -> Any:
-    """The one value that a model has under these names, None without any. Raises ConfigError where
+    """The one value that a model has under these names; None if it has none. Raises ConfigError if
     names or layers differ.
     """
     values: dict[str, Any] = {}
@@ -529,8 +529,8 @@ def _agreed(config: Mapping[str, Any], names: Sequence[str], where: str, ours: s
 def _check_says(
     row: _Row, config: Mapping[str, Any], where: str, overrides: Mapping[str, Any]
 ) -> None:
-    """Raises ConfigError where a key of the model says something else about its router than the
-    row, unless our key is among the `overrides`.
+    """Raise ConfigError if a key of the model contradicts the row about its router, unless our key
+    is among the `overrides`.
     """
     for theirs, (ours, meanings) in _SAYS.items():
         value = config.get(theirs)
@@ -549,7 +549,9 @@ def _check_says(
 
 
 def _read(source: Any) -> tuple[dict[str, Any], str]:
-    """The keys of a model, and the beginning of messages about it. Raises as `EPConfig.from_hf`."""
+    """Read the keys of a model. Also returns the beginning of messages about it. Raises as
+    `EPConfig.from_hf`.
+    """
     if isinstance(source, str | os.PathLike):
         file = _file_of(Path(source))
         return read_config(file, holds="the keys of a model, as config.json does"), f"{file}: "
@@ -571,7 +573,7 @@ def _read(source: Any) -> tuple[dict[str, Any], str]:
 
 
 def _file_of(path: Path) -> Path:
-    """The config.json of a folder, or the file itself. Raises ConfigError where it is not there."""
+    """The config.json of a folder, or the file itself. Raises ConfigError if it is not there."""
     # A folder has it under one name.
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -583,8 +585,8 @@ def _file_of(path: Path) -> Path:
 def _experts(
     row: _Row, config: Mapping[str, Any], where: str, overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Our section `experts`. Raises ConfigError where the model may have experts that the section
-    does not describe.
+    """Read the section `experts`. Raises ConfigError if the section may not describe the model's
+    experts.
     """
     found = dict(row.experts)
     for ours, theirs in row.experts_keys.items():
@@ -616,7 +618,7 @@ def _experts(
 
 
 def _row_of(config: Mapping[str, Any], where: str) -> _Row:
-    """The row of a model. Raises ConfigError where there is none, and says what to set by hand."""
+    """Find the row of a model. Raises ConfigError if there is none. It says what to set by hand."""
     model_type = config.get("model_type")
     rows = [row for row in _ROWS if model_type in row.model_types]
     for row in rows:
@@ -655,12 +657,12 @@ def _holds(row: _Row, config: Mapping[str, Any]) -> bool:
 
 
 def _is_unset(value: Any) -> bool:
-    """Whether a value of a model is none: null, or for each layer null or 0."""
+    """Whether a value of a model is no value: null, or a list of nulls and zeros."""
     return value is None or isinstance(value, list) and not any(value)
 
 
 def _mapping(section: Any) -> dict[str, Any]:
-    """The keys that a caller has set in a section; none of anything else."""
+    """The keys that a caller has set in a section; {} if it is no section."""
     if isinstance(section, Strict):
         return section.model_dump(exclude_unset=True)
     return dict(section) if isinstance(section, Mapping) else {}

@@ -84,7 +84,7 @@ class Placement:
             raise ValueError(
                 f"`copied_experts` may be given with strategy 'explicit' only, got {strategy!r}"
             )
-        # Who owns which.
+        # Find the owner of each expert.
         num_physical = num_experts + num_redundant_experts
         if assignment is not None:
             owners = tuple(assignment)
@@ -100,7 +100,7 @@ class Placement:
                 raise ValueError(
                     f"`assignment[{p}]` must be a rank from 0 to {ep_size - 1}, got {rank!r}"
                 )
-        # What the copies are of.
+        # Find the logical expert of each copy.
         if copied_experts is None:
             return cls(num_experts, ep_size, owners)
         if len(copied_experts) != num_redundant_experts:
@@ -116,14 +116,14 @@ class Placement:
     def _with_copies(
         cls, num_experts: int, ep_size: int, owners: tuple[int, ...], copied: tuple[int, ...]
     ) -> Self:
-        """The one form that equal placements have: it lists no copies that are in the usual
+        """Make the one form that equal placements have: it lists no copies that are in the usual
         order.
         """
         are_usual = all(logical == i % num_experts for i, logical in enumerate(copied))
         return cls(num_experts, ep_size, owners, None if are_usual else copied)
 
     def without(self, ranks: Collection[int], *, spread_lost: bool = False) -> Self:
-        """This placement over the ranks that remain once `ranks` are gone.
+        """Make this placement over the ranks that remain once `ranks` are gone.
 
         The remaining ranks are renumbered from 0 in their order. Every expert and copy stays on its
         rank, so no weights travel. Where expert p < E is gone, its first remaining copy takes the
@@ -186,7 +186,7 @@ class Placement:
     def moves(
         self, new: Placement, ranks: Sequence[int | None] | None = None
     ) -> list[tuple[Move, ...]]:
-        """Which weights each rank of `new` must load or reorder, where this placement has held so
+        """Say which weights each rank of `new` must load or reorder, if this placement has held so
         far.
 
         Args:
@@ -270,8 +270,8 @@ class Placement:
         return torch.tensor(local_P, dtype=torch.int32)
 
     def of_node(self, node: int, ranks_per_node: int) -> Placement:
-        """The experts of one node on its own ranks, numbered in ascending order of physical id,
-        without copies.
+        """Make the placement of one node's experts on its own ranks, numbered in ascending order of
+        physical id, without copies.
 
         Ranks are node-major: rank r is local rank r mod G of node r // G, for G = `ranks_per_node`.
 
@@ -289,8 +289,8 @@ class Placement:
         return Placement(len(owners), ranks_per_node, owners)
 
     def node_ids(self, ranks_per_node: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """int32 [P] each: the node of each physical expert, and its number among the experts of
-        that node.
+        """The node of each physical expert, and its number among the experts of that node, int32
+        [P] each.
         """
         # Experts of a node are numbered in the order of their physical ids.
         nodes = torch.tensor(self.owners, dtype=torch.int32) // ranks_per_node
@@ -349,7 +349,9 @@ class Placement:
 
 
 def _owners(strategy: str, num_physical: int, ep_size: int) -> tuple[int, ...]:
-    """[P] the owners by a strategy that lists none. Raises ValueError for another one."""
+    """The owner of each physical expert, [P], by a strategy that lists none. Raises ValueError for
+    another one.
+    """
     if strategy == "round_robin":
         return tuple(p % ep_size for p in range(num_physical))
     if strategy != "linear":
@@ -366,7 +368,7 @@ def _owners(strategy: str, num_physical: int, ep_size: int) -> tuple[int, ...]:
 
 
 def _moves_of_rank(held: list[int], wanted: list[int]) -> Iterator[Move]:
-    """Of a rank's experts before and after: what does not lie at its index yet."""
+    """The moves of one rank: experts that it is to hold, and that do not lie at their index yet."""
     for index, logical in enumerate(wanted):
         stays = index < len(held) and held[index] == logical
         if stays:

@@ -30,13 +30,13 @@ class Seats:
 
     @classmethod
     def keep(cls, count: int, former: Sequence[tuple[int, int]]) -> Self:
-        """Each rank keeps its seat, and ranks without one take the lowest empty seats.
+        """Let each rank keep its seat. Ranks without one take the lowest empty seats.
 
         `former` [R] has for each rank how many groups it has been in, and its seat; −1: none. Where
         two ranks name one seat, the rank of the later group keeps it: the ranks of that group had
         given up the other.
         """
-        # By seat: its rank. That of the later group comes last, and takes the seat.
+        # The rank in each seat. The rank of the later group comes last, and takes the seat.
         kept: dict[int, int] = {}
         for rank in sorted(range(len(former)), key=lambda rank: former[rank][0]):
             seat = former[rank][1]

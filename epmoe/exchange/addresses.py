@@ -13,7 +13,7 @@ _WORDS_BYTES = 512  # room for `Status` and `Progress` of csrc/plan.h
 
 
 class Addresses:
-    """Where the windows and the scratch of one `ExpertParallel` lie, through all its groups.
+    """The places of the windows and the scratch of one `ExpertParallel`, through all its groups.
 
     Groups that are alike have all at the same addresses, so CUDA graphs of one may be replayed in
     another. Each other kind of group has scratch of its own: a kernel of an earlier group finds the

@@ -55,12 +55,12 @@ class Descriptors:
         self._type = struct("ExchangeDescriptor")
 
     def any(self) -> Tensor:
-        """One of those that calls have had."""
+        """The descriptor of some call so far."""
         return next(iter(self._made.values()))
 
     def of(self, expert_major: bool, weight_rows: bool, aligned: bool) -> Tensor:
-        """The descriptor of calls with these flags. `aligned`: each expert's segment begins at a
-        multiple of the alignment.
+        """Make, or find, the descriptor of calls with these flags. `aligned`: each expert's segment
+        begins at a multiple of the alignment.
         """
         flags = expert_major, weight_rows, aligned
         if flags not in self._made:
@@ -82,8 +82,8 @@ class Descriptors:
         return self._made[flags]
 
     def of_training(self, descriptor: Tensor, weight_use: WeightUse, num_sms: int) -> Tensor:
-        """What rounds of training like `descriptor` have in common, for `dispatch_to_caller`.
-        `num_sms`: the most multiprocessors of a kernel.
+        """Make, or find, the descriptor of rounds of training like `descriptor`, for
+        `dispatch_to_caller`. `num_sms`: the most multiprocessors of a kernel.
         """
         key = (descriptor.data_ptr(), weight_use, num_sms)
         made = self._of_training.get(key)
@@ -102,8 +102,8 @@ class Descriptors:
         return made
 
     def return_values(self, descriptor: Tensor, row_values: Tensor, pair_values: Tensor) -> None:
-        """Let combine by the descriptor of a round of training bring values back, too: `row_values`
-        fp32 [N] to `pair_values` fp32 [T, K].
+        """Let combine by the descriptor of a round of training bring values back: `row_values` fp32
+        [N] to `pair_values` fp32 [T, K].
         """
         fields = self._type.from_address(descriptor.data_ptr())
         fields.row_values = row_values.data_ptr()

@@ -235,7 +235,7 @@ class Exchange(ABC):
         return holder
 
     def _wait_or_refuse(self, caller: int) -> None:
-        """Return once no other thread is in a call. Raises RuntimeError where this one has no open
+        """Return once no other thread is in a call. Raises RuntimeError if this one has no open
         round, or the deadline of a wait has passed.
         """
         rounds = self.rounds

@@ -23,7 +23,7 @@ from epmoe.native.formats import EXTRA_IN_LINE, LINE_BYTES, WireFormat
 
 
 class Extra(NamedTuple):
-    """Dtype and shape of what one token brings."""
+    """The dtype and shape of the extra bytes of one token."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -44,7 +44,8 @@ class Extra(NamedTuple):
     def behind(
         self, x: Tensor, scales: Tensor | None, given: Tensor | Extra, wire: WireFormat
     ) -> tuple[Tensor, Tensor | None]:
-        """The longer rows of a call, and their scales. They are quantized where `wire` has scales.
+        """Put the extra bytes behind the rows of a call. Returns the longer rows and their scales,
+        quantized if `wire` has scales.
 
         Where `given` is no tensor, x and scales are the beginnings of rows that are longer already.
         """
@@ -86,7 +87,7 @@ class Extra(NamedTuple):
 
 
 def check_extra(given: object, T: int, device: torch.device, most_bytes: int) -> None:
-    """Raises TypeError, ValueError or RuntimeError for what cannot be the `extra` of T tokens."""
+    """Raise TypeError, ValueError or RuntimeError unless a value can be the `extra` of T tokens."""
     if not isinstance(given, Tensor):
         raise TypeError(f"`extra` must be a tensor [{T}, …], got {describe(given)}")
     if given.dim() < 1 or given.shape[0] != T:

@@ -70,7 +70,7 @@ class GpuMemory:
         self._driver = ctypes.CDLL("libcuda.so.1")
         for name, arguments in _ARGUMENTS.items():
             getattr(self._driver, name).argtypes = arguments
-        # What the driver is told of this memory.
+        # The properties of this memory, for the driver.
         location = _Location(_DEVICE, device.index)
         self._properties = _Properties(_PINNED, _POSIX_DESCRIPTOR, location)
         self._access = _Access(location, _READ_WRITE)
@@ -106,7 +106,7 @@ class GpuMemory:
         return descriptor.value
 
     def map(self, descriptor: int | None, address: int, nbytes: int, times: int = 1) -> None:
-        """The memory may be another GPU's. Raises RuntimeError where this GPU does not reach it."""
+        """The memory may be another GPU's. Raises RuntimeError if this GPU does not reach it."""
         # The memory: new, or that of a descriptor.
         if descriptor is None:
             handle = self._new(nbytes)
@@ -147,7 +147,7 @@ class GpuMemory:
         return handle
 
     def _call(self, function: str, *arguments: Any) -> None:
-        """Call the driver. Raises MemoryError where memory is short, and RuntimeError for any other
+        """Call the driver. Raises MemoryError if memory is short, and RuntimeError for any other
         error.
         """
         code = getattr(self._driver, function)(*arguments)

@@ -30,8 +30,8 @@ class HoldsWindows:
 
 
 class RoundShape(NamedTuple):
-    """What calls of a round have in common on all ranks, besides the tag. Dtypes of ids and weights
-    may differ.
+    """The shape that calls of a round share on all ranks, besides the tag. Dtypes of ids and
+    weights may differ.
     """
 
     hidden_size: int
@@ -59,7 +59,7 @@ class RoundShape(NamedTuple):
 
 
 class _OfLayout(HoldsWindows):
-    """Values of a round. One layout has only some of them: reading another raises
+    """A value of a round that only one layout has. Reading it in the other layout raises
     AttributeError.
     """
 
@@ -159,7 +159,7 @@ class ExpertMajor:
 
 @dataclass(slots=True)
 class RoundTemplate:
-    """What rounds of one shape share, since the buffers never move."""
+    """The views and settings that rounds of one shape share, since the buffers never move."""
 
     shape: RoundShape
     descriptor: Tensor | None  # of `Descriptors.of`; None over several nodes
@@ -205,7 +205,7 @@ class Sent(HoldsWindows):
         return describe_fields(self, {}, self.summary())
 
     def summary(self) -> str:
-        """What `repr` says of the round."""
+        """The text that `repr` gives of the round."""
         template = self.template
         D = template.shape.hidden_size
         layout = template.shape.layout

@@ -81,7 +81,7 @@ class Health:
 
     @classmethod
     def read(cls, rounds: int, totals: Sequence[Tensor]) -> Health:
-        """Make it of the buffers `TOTALS`."""
+        """Make the counts from the buffers `TOTALS`."""
         counters, tokens_per_expert, rows_sent, waited_ns, aborted_rounds = totals
         counted = dict(zip(COUNTERS, counters.tolist(), strict=True))
         return cls(
@@ -147,8 +147,8 @@ def raise_on_failure(
     calls: Callable[[], Sequence[Traits]] = tuple,
 ) -> None:
     """Raise the failure in `status` of `rank`, a `Status` of csrc/plan.h, which counts `seats`.
-    `dead` is a mask of ranks whose process has ended; `calls` returns the ranks' calls of a round
-    that do not match, or nothing.
+    `dead` is a mask of ranks whose process has ended. `calls` returns the ranks' calls of a round
+    if they do not match, otherwise [].
 
     A failure stays there, unless it is a mismatch that has not `latched`: the caller closes its
     round then.

@@ -19,7 +19,7 @@ from epmoe.native.layouts import struct
 
 H200_MULTIPROCESSORS = 132
 H200_MAJOR = 9
-# Of a multiprocessor.
+# Properties of a multiprocessor.
 H200_SHARED_BYTES = 228 << 10
 
 
@@ -48,7 +48,7 @@ def launches(
     major: int = H200_MAJOR,
     shared_bytes: int = H200_SHARED_BYTES,
 ) -> tuple[KernelLaunch, KernelLaunch]:
-    """The launch of dispatch and that of combine, in a round of `tokens` rows of `dtype` with the
+    """The launches of dispatch and of combine, in a round of `tokens` rows of `dtype` with the
     plan's D and K.
 
     The plan is that of a rank on GPUs, `MemoryPlan.build(..., nvlink=True)`, and `dtype` that of x,
@@ -68,7 +68,7 @@ def launches(
 
 
 def _launch(name: str, policy: memoryview, coarse: str, derived: str) -> KernelLaunch:
-    """The launch that is written at the start of `policy`.
+    """Read the launch at the start of `policy`.
 
     Its struct has the lines of lanes of one side, `coarse`. Lanes of the other side, `derived`,
     move as many lines in a coarse launch, and otherwise one.

@@ -28,8 +28,8 @@ def uuid_of(device: torch.device | int) -> str:
 
 
 def agree_on_lines(peers: Peers, device: torch.device, ranks_per_node: int) -> bool:
-    """Whether lines may travel between all ranks of a node: the same answer on all ranks of all
-    nodes. Collective. Rank 0 warns where they may not.
+    """Agree whether lines may travel between all ranks of a node, with the same answer on all ranks
+    of all nodes. Collective. If they may not, rank 0 warns.
     """
     uuid = uuid_of(device)
     uuids = peers.all_gather(uuid)
@@ -63,7 +63,7 @@ def are_linked(uuid: str, other: str) -> bool:
 
 
 def _driver_says(*uuids: str) -> bool:
-    """Of GPUs that this process sees."""
+    """Ask the driver, which knows the GPUs that this process sees."""
     seen = {uuid_of(index): index for index in range(torch.cuda.device_count())}
     if not seen.keys() >= set(uuids):
         return False
@@ -79,7 +79,9 @@ def _driver_says(*uuids: str) -> bool:
 
 
 def _nvml_says(*uuids: str) -> bool:
-    """Of all GPUs of the machine, as nvidia-smi. Containers may lack the library."""
+    """Ask NVML, which knows all GPUs of the machine, as nvidia-smi does. Containers may lack the
+    library.
+    """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

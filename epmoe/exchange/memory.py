@@ -18,7 +18,7 @@ from epmoe.native.layouts import words
 
 # A cache line for each source: `RoundHeader` in csrc/plan.h.
 SIGNAL_BYTES = 64
-# Of all buffers: a cache line of GPUs.
+# All buffers start at multiples of it: a cache line of GPUs.
 BUFFER_ALIGNMENT = 128
 # Windows are whole pages, which is what processes map.
 PAGE_BYTES = 4096
@@ -429,7 +429,7 @@ def _layout(config: EPConfig, sizes: Mapping[str, int], nvlink: bool) -> _Layout
         ("window", "combine.rows", (R, M, sum_items), sum_dtype),
         ("window", "combine.scales", (R, M, sum_scales), combine.scale or f32),
         ("window", "combine.values", (R, M, K), i64 if nvlink else f32),
-        # What GPUs need to take rows one by one.
+        # Sizes with which GPUs take rows one by one.
         ("window", "recv.flags", on_gpus(R, M), i32),
         ("window", "recv.ordinals", on_gpus(R, M, K), i32),
         ("window", "recv.counts", on_gpus(R, R * sizes["most_local_experts"] + 2), i64),
@@ -481,11 +481,11 @@ def _layout_of_experts(config: EPConfig, sizes: Mapping[str, int], nvlink: bool)
     # On GPUs, ranks write into each other's expert-major rows.
     region_of_rows: Region = "window" if nvlink else "scratch"
     return [
-        # By source.
+        # Buffers by source.
         ("window", "recv.x", (R, M, items), dtype),
         ("window", "recv.scales", (R, M, scales), scale_dtype),
         ("window", "ll.rows", (R, ll_tokens, sizes["ll_row_stride_bytes"]), torch.uint8),
-        # By expert.
+        # Buffers by expert.
         (region_of_rows, "rows", (N, items), dtype),
         (region_of_rows, "row_scales", (N, scales), scale_dtype),
     ]

@@ -20,12 +20,12 @@ Differences = dict[str, tuple[object, object]]
 
 
 def call_of(D: int, K: int, dtype: int, *, extra: bool, **more: object) -> Traits:
-    """A call of this hidden size, of K experts per token, of a dtype by its number in csrc/types.h,
-    and with `more`.
+    """Make a call of this hidden size, of K experts per token, of a dtype by its number in
+    csrc/types.h, and with `more`.
 
     `extra`: rows may have one, which D then counts.
     """
-    # What others have written may be anything.
+    # Other ranks may have written anything.
     dtype_name = f"unknown ({dtype})"
     if 0 <= dtype < len(DTYPES):
         dtype_name = str(DTYPES[dtype]).removeprefix("torch.")
@@ -65,7 +65,7 @@ def differences(mine: Traits, theirs: Traits) -> Differences:
 
 
 def _of_shape(word: int, extra: bool) -> Traits:
-    """The call in the second count word of a source, `CallShape` in csrc/plan.h."""
+    """Read the call in the second count word of a source, `CallShape` in csrc/plan.h."""
     shape = bits("CallShape", word)
     traits: Traits = {"aligned": bool(shape["aligned"]), "training": bool(shape["trains"])}
     # Rounds of training have one layout.

@@ -21,7 +21,7 @@ from epmoe.native.arguments import (
 
 
 def refuse_layout(dispatched: Dispatched) -> NoReturn:
-    """Raises ValueError for the call that ends rounds of the other layout."""
+    """Raise ValueError for the call that ends rounds of the other layout."""
     if dispatched.layout == "rank":
         raise ValueError(
             "`combine` takes expert-major rows; a round of layout='rank' ends with combine_partial"
@@ -32,8 +32,8 @@ def refuse_layout(dispatched: Dispatched) -> NoReturn:
 
 
 def y_of(dispatched: Dispatched, out: Tensor | None, device: torch.device) -> Tensor:
-    """The round's y [T, D]: `out`, or a new one. Raises TypeError or ValueError for an `out` that
-    cannot be one.
+    """Take the round's y [T, D]: `out`, or a new tensor. Raises TypeError or ValueError if `out`
+    does not fit.
     """
     if out is None:
         return dispatched.sent.template.like.new_empty(
@@ -54,8 +54,8 @@ def y_of(dispatched: Dispatched, out: Tensor | None, device: torch.device) -> Te
 def output_rows(
     rows: Tensor, dispatched: Dispatched, plan: MemoryPlan, processor: Processor
 ) -> Tensor:
-    """The rows of combine as [n, D], each at a multiple of 16 bytes. Raises TypeError, ValueError
-    or RuntimeError.
+    """Check the rows of combine. Returns them as [n, D], each at a multiple of 16 bytes. Raises
+    TypeError, ValueError or RuntimeError.
     """
     device = processor.device
     if dispatched.layout == "rank":

@@ -35,7 +35,7 @@ from epmoe.native.arguments import describe
 
 _PHASES = 4
 CLOSED, SENT, DISPATCHED, RETURNING = range(_PHASES)
-# By state, the calls that it permits.
+# The calls that each state permits.
 PERMITTED = (
     ("dispatch", "dispatch_send"),
     ("dispatch_recv",),
@@ -46,7 +46,7 @@ PERMITTED = (
 
 @dataclass(slots=True, weakref_slot=True)
 class RoundState:
-    """The rounds of one exchange, of which the last may be open. Only exchanges and operators
+    """The rounds of one exchange. The last one may be open. Only exchanges and operators
     change it.
     """
 
@@ -85,7 +85,7 @@ class RoundState:
         return _sent_of(handle)
 
     def next_epoch(self) -> int:
-        """The epoch of a round that a call is about to open. Raises EPStateError if a round is
+        """Find the epoch of a round that a call is about to open. Raises EPStateError if a round is
         open.
         """
         phases = self.progress.phases
@@ -129,7 +129,7 @@ class RoundState:
         self.handle = self.y = None
 
     def permit(self, handle: Sent | Dispatched, call: str, name: str = "dispatched") -> None:
-        """Raises EPStateError, or TypeError for what is no handle, unless `handle`, the caller's
+        """Raise EPStateError, or TypeError for what is no handle, unless `handle`, the caller's
         argument `name`, is that of the open round and the round permits `call`.
         """
         if self.handle is not handle or call not in PERMITTED[self.progress.phases & 3]:
@@ -191,7 +191,7 @@ class RoundState:
         return " or ".join(PERMITTED[self.state])
 
     def refuse(self, handle: Sent | Dispatched, call: str, name: str) -> NoReturn:
-        """Raise what `permit` says, in the words of users."""
+        """Raise the error for a call that `permit` does not permit, in the words of users."""
         opening = "dispatch_send" if call == "dispatch_recv" else "dispatch"
 
         # No handle at all.

@@ -33,15 +33,15 @@ _WINDOW, _PROCESS = range(2)  # numbers of what a rank gives to the others
 
 @contextlib.contextmanager
 def share_descriptors(window: int, peers: Peers) -> Iterator[tuple[list[int], dict[int, int]]]:
-    """Every rank's file descriptors. Collective, in a step of `Peers.together`.
+    """Give every rank's file descriptors to all ranks. Collective, in a step of `Peers.together`.
 
     `window` is the descriptor of this rank's window. Gives those of all windows, and by rank those
     of the other ranks' processes, where they could give one. The caller closes its own, and those
     of processes where nothing has failed. Before the context ends the ranks wait for one another:
     some may yet ask at this rank's socket.
 
-    Raises RuntimeError where the ranks are on several machines or cannot reach one another's
-    sockets, may not open enough files, or a rank has ended, and TimeoutError where a rank did not
+    Raises RuntimeError if the ranks are on several machines or cannot reach one another's
+    sockets, may not open enough files, or a rank has ended, and TimeoutError if a rank did not
     answer.
     """
     rank = peers.rank
@@ -159,7 +159,7 @@ os.register_at_fork(after_in_child=_disown_all)
 
 
 def fetch_descriptor(name: str, number: int, what: str) -> int:
-    """A descriptor of a `Handout`, which the caller closes.
+    """Fetch a descriptor of a `Handout`. The caller closes it.
 
     Raises RuntimeError, which begins with `what`, where it is not there, and TimeoutError where
     nobody answers.
@@ -186,8 +186,8 @@ class _Received(NamedTuple):
 
 
 def _received(connection: socket.socket, what: str, deadline: float) -> _Received:
-    """All that a `Handout` has sent, as far as this process may open files. Raises TimeoutError,
-    which begins with `what`.
+    """Read all that a `Handout` has sent. This process may have no room to open some of it. Raises
+    TimeoutError, which begins with `what`.
     """
     _set_deadline(connection, deadline)
     try:
@@ -205,8 +205,8 @@ def _received(connection: socket.socket, what: str, deadline: float) -> _Receive
 
 @contextlib.contextmanager
 def _handing_out(name: str, kept: dict[int, int], lock: Lock) -> Iterator[socket.socket]:
-    """Sends all that is kept to each of this user's processes that connects to an abstract socket,
-    on a thread. Gives the socket.
+    """Send all that is kept to each of this user's processes that connects to an abstract socket,
+    on a thread. Yields the socket.
 
     It takes every connection at once: other users can connect, too, and must not fill the socket's
     queue.
@@ -249,7 +249,7 @@ def _handing_out(name: str, kept: dict[int, int], lock: Lock) -> Iterator[socket
 
 @contextlib.contextmanager
 def _connected(name: str, what: str, deadline: float) -> Iterator[socket.socket]:
-    """Connect to an abstract socket. Raises RuntimeError, which begins with `what`, where nobody
+    """Connect to an abstract socket. Raises RuntimeError, which begins with `what`, if nobody
     answers there.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:

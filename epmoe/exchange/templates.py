@@ -32,7 +32,8 @@ from epmoe.native.layouts import constant
 
 
 class Templates:
-    """The calls that one exchange has taken so far, by the values that rounds of a template share.
+    """The kinds of calls that one exchange has taken so far, by the values that rounds of a
+    template share.
 
     Every call asks `of`, which therefore reads no more attributes than it needs.
     """
@@ -47,7 +48,7 @@ class Templates:
         sizes: dict[str, int],
         descriptors: Descriptors | None,
     ) -> None:
-        # What templates are made of.
+        # Templates are made of these.
         self._config = config
         self._device = device
         self._views = views
@@ -62,7 +63,7 @@ class Templates:
         if config.placement.live:
             self._first_tag = 1
             self._last_tag = config.placement.layers
-        # What `of` compares calls with.
+        # `of` compares calls with these.
         self._payload = WIRE_FORMATS[config.exchange.payload]
         self._element = self._payload.element
         self._max_tokens = config.capacity.max_num_tokens_per_rank
@@ -72,8 +73,8 @@ class Templates:
         self.check_weights: Callable[[], object] = lambda: None
 
     def of(self, call: Call) -> tuple[RoundTemplate, int]:
-        """The template of a call, and T. Raises as `ExpertParallel.dispatch`, except for its token
-        counts.
+        """Find the template of a call, and T. Raises as `ExpertParallel.dispatch`, except for its
+        token counts.
         """
         # Taken apart at once, which costs the host less than reading ten attributes.
         x, ids, weights, scales, _, layout, weight_rows, tag, aligned, extra = call
@@ -122,7 +123,7 @@ class Templates:
         return template, T
 
     def no_tokens(self, shape: RoundShape, tag: int) -> Call:
-        """A call without tokens in a round of this shape."""
+        """Make a call without tokens, for a round of this shape."""
         D = shape.hidden_size
         payload = self._payload
         extra = shape.extra
@@ -153,7 +154,7 @@ class Templates:
         return call._replace(x=x, scales=scales, extra=kind)
 
     def _new(self, shape: RoundShape) -> RoundTemplate:
-        """What rounds of this shape share from now on."""
+        """Make the template of rounds of this shape."""
         D = shape.hidden_size
         sizes = self._sizes
         aligned = shape.aligned or self._always_aligned
@@ -195,7 +196,7 @@ class Templates:
         )
 
     def _expert_major(self, shape: RoundShape) -> ExpertMajor:
-        """Expert-major rows of rounds of this shape, in the buffers."""
+        """View the buffers as expert-major rows of rounds of this shape."""
         payload = self._payload
         views = self._views
         D = shape.hidden_size
@@ -222,7 +223,7 @@ class Templates:
         )
 
     def _slabs(self, shape: RoundShape) -> Slabs:
-        """Rank-major rows of rounds of this shape, in the buffers."""
+        """View the buffers as rank-major rows of rounds of this shape."""
         payload = self._payload
         views = self._views
         D = shape.hidden_size
@@ -249,8 +250,8 @@ class Templates:
         )
 
     def _slabs_of(self, name: str) -> Tensor:
-        """A buffer [R, M, …]. A rank without experts has none in its window, since no row comes. It
-        gets one for callers, who expect slabs, with its first such call.
+        """View a buffer as slabs [R, M, …]. A rank without experts has no such buffer in its
+        window, since no row comes. Its first such call makes one, since callers expect slabs.
         """
         buffer = self._views[name]
         slabs = self._views["recv.ids"].shape[:2]
@@ -331,7 +332,7 @@ def _check(config: EPConfig, device: torch.device, call: Call) -> None:
 
 
 def _check_flags(call: Call) -> None:
-    """The layout, and what goes with it."""
+    """Check the layout, and what goes with it."""
     layout = call.layout
     weight_rows = call.weight_rows
     aligned = call.aligned
@@ -351,7 +352,7 @@ def _check_flags(call: Call) -> None:
 
 
 def _check_x(config: EPConfig, device: torch.device, call: Call) -> None:
-    """The dtype of x, which `scales` may make another one, then its D and T."""
+    """Check the dtype of x, which `scales` may change, then its D and T."""
     x = call.x
     D = config.model.hidden_size
     M = config.capacity.max_num_tokens_per_rank
@@ -381,7 +382,7 @@ def _check_x(config: EPConfig, device: torch.device, call: Call) -> None:
 
 
 def _dtypes_of_x(config: EPConfig, call: Call) -> list[torch.dtype]:
-    """The dtypes that x may have. Raises ValueError where there are scales for x and it needs none,
+    """The dtypes that x may have. Raises ValueError if there are scales for x and it needs none,
     or the other way round.
     """
     dtype = config.model.torch_dtype
@@ -419,7 +420,7 @@ def _check_pairs(config: EPConfig, device: torch.device, call: Call) -> None:
 
 
 def _check_scales(config: EPConfig, device: torch.device, call: Call) -> None:
-    """Scales of an x that was checked, if there are some."""
+    """Check the scales of an x that was checked, if there are some."""
     scales = call.scales
     payload = WIRE_FORMATS[config.exchange.payload]
     if scales is None or payload.scale is None:

@@ -43,7 +43,7 @@ NextWork = Literal["launch", "replay", None]
 only this stream has work, or it may replay a graph. None: nothing, and another thread may be in a
 launch.
 """
-# What a buffer holds until its copy comes: no word of the state has this value.
+# A buffer holds this value until its copy comes: no word of the state has it.
 _UNWRITTEN = b"\x7f" * 4
 # How long to wait for a copy that nothing stands in front of.
 _ANSWER_S = 1e-3
@@ -62,8 +62,8 @@ def _streams_of(device: torch.device) -> list[torch.cuda.Stream]:
 
 
 class CopyInStream:
-    """Brings a buffer of a GPU to the host, behind what was launched on a stream; None: on the
-    current one.
+    """Copies a buffer of a GPU to the host, behind work that was launched on a stream; None: on the
+    current stream.
     """
 
     def __init__(self, buffer: Tensor, stream: torch.cuda.Stream | None = None) -> None:
@@ -89,7 +89,7 @@ class CopyInStream:
 
 
 class CopyOfNow:
-    """A copy that waits for no other stream.
+    """Copies a buffer of a GPU to the host without waiting for other streams.
 
     Streams share the hardware queues of the driver. A copy does not come while a kernel without a
     place stands in front of it in its queue. So there are copies in several queues, and one that is
@@ -119,7 +119,7 @@ class CopyOfNow:
 
 @dataclass
 class _Mark:
-    """A copy of the state in a stream."""
+    """A copy of the state that was put into a stream."""
 
     copy: CopyInStream
     set: bool = False  # it is on its way, or has come and is still of use
@@ -242,7 +242,7 @@ class Marks:
     def look(
         self, time_s: float, timeout_s: float, phases: int, next_work: NextWork
     ) -> LateStage | None:
-        """Look at the marks, and set one. Returns what is late; None where nothing is, or where
+        """Look at the marks, and set one. Returns the stage that is late; None if none is, or if
         nobody can tell.
 
         The host has launched so many `phases` by `time_s`.
@@ -297,7 +297,7 @@ class Marks:
     def _read_launches(
         self, time_s: float, phases: int, returned: bool
     ) -> list[tuple[_Mark, bytes]]:
-        """The marks that kernels follow and streams have reached, with what they copied.
+        """Read the marks that kernels follow and streams have reached, with the copied values.
 
         `returned`: no other thread is in the launch that follows the last mark.
         """
@@ -326,8 +326,8 @@ class Marks:
         return due_s
 
     def _replay_due_s(self, phases: int) -> float:
-        """The time from which no kernel of a replay has begun though the stream has not come to an
-        end.
+        """The time from which no kernel of a replay has begun, although the stream has not come to
+        an end.
         """
         mark = self._poll
         # No call has launched anything since the stream reached an earlier mark: what calls have

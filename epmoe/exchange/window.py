@@ -114,7 +114,7 @@ class SharedMemoryWindow:
 
 
 def available_memory_bytes() -> int:
-    """Bytes that this machine, or the container around this process, can still give."""
+    """The bytes that this machine, or the container around this process, can still give."""
     free = [sys.maxsize]
     # The machine, which says it in KiB.
     with contextlib.suppress(OSError, StopIteration, ValueError):
@@ -133,7 +133,7 @@ def available_memory_bytes() -> int:
 
 
 def check_room(nbytes: int, available: int) -> None:
-    """Raise MemoryError where windows of `nbytes` in all do not fit into `available` bytes."""
+    """Raise MemoryError if windows of `nbytes` in all do not fit into `available` bytes."""
     if nbytes > available:
         raise MemoryError(
             f"the windows need {nbytes:,} bytes of memory that ranks share, but only {available:,} "
@@ -143,7 +143,7 @@ def check_room(nbytes: int, available: int) -> None:
 
 @contextlib.contextmanager
 def _enough_files(ranks: int) -> Iterator[None]:
-    """Explains what to do where this process may open no more files."""
+    """Say what to do if this process may open no more files."""
     try:
         yield
     except OSError as error:
@@ -175,12 +175,12 @@ def map_windows(
     addresses: Addresses,
     clear: Callable[[Tensor], Callable[[], object]] = lambda local: lambda: None,
 ) -> MappedWindows:
-    """Make this rank's window, and map all ranks' in their seats, of `nbytes` by seat. Collective,
-    in a step of `Peers.together`.
+    """Make this rank's window, and map the windows of all ranks in their seats, of `nbytes` by
+    seat. Collective, in a step of `Peers.together`.
 
     `clear` begins to prepare the own window, and returns a function that waits for its end: other
     windows are mapped meanwhile, and no rank returns before all are prepared. An empty seat has
-    memory that nobody reads. Raises what `share_descriptors` does, and MemoryError where this rank
+    memory that nobody reads. Raises what `share_descriptors` does, and MemoryError if this rank
     has no room.
     """
     places = addresses.windows(seats.count, max(nbytes))

@@ -47,8 +47,8 @@ class NVLinkWindow:
         windows.
 
         `nbytes` and `dead_at` are those of `SharedMemoryWindow`. `empty_lines` are slices of this
-        rank's window that begin as 0xff, not as 0. Raises MemoryError where this rank has no room,
-        and RuntimeError where this GPU has no peer access.
+        rank's window that begin as 0xff, not as 0. Raises MemoryError if this rank has no room,
+        and RuntimeError if this GPU has no peer access.
         """
 
         def clear(local: Tensor) -> Callable[[], None]:
@@ -57,7 +57,7 @@ class NVLinkWindow:
                 local[part].fill_(0xFF)
             return partial(torch.cuda.synchronize, device)
 
-        # What this rank can find out alone, then the windows of all.
+        # Check what this rank can check alone, then map the windows of all.
         device = addresses.memory.device
         check_room(nbytes[seats.of_ranks[peers.rank]], torch.cuda.mem_get_info(device)[0])
         if peers.size > 1:
@@ -117,7 +117,7 @@ class NVLinkWindow:
 
 
 def _check_peer_access(peers: Peers, device: torch.device) -> None:
-    """Raise RuntimeError where this GPU does not reach those of other ranks, as far as this process
+    """Raise RuntimeError if this GPU does not reach those of other ranks, as far as this process
     sees them.
     """
     devices = peers.all_gather(device.index)

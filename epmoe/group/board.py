@@ -99,8 +99,8 @@ def _show(presence: weakref.ref[Presence], board: Board, key: object) -> None:
 
 @dataclass
 class Sign:
-    """What this rank has seen of another one. Its silence is counted in this rank's looks, not in
-    hours: a machine that is busy or stood still delays both.
+    """The sign of life that this rank has seen of another one. Silence is counted in looks of this
+    rank, not by the clock: a machine that is busy or stands still delays both.
     """
 
     word: str
@@ -163,8 +163,8 @@ class Meeting:
         return key_of_rank(group, member)
 
     def sign_of(self, member: int) -> Sign:
-        """What this rank sees of a member: of one that has not come yet, whether its process
-        computes.
+        """Look for the sign of life of a member. Of a member that has not come yet, look whether
+        its process computes.
         """
         # A sign begins with the name of the process, which is known of ranks of the group so far.
         word = self.root.read(self.key_of(member))
@@ -193,7 +193,7 @@ class Meeting:
         return any(self.lost(member, decision.last_call_s) for member in decision.members)
 
     def decision(self) -> Decision | None:
-        """The decision, once there is one. Raises ValueError, which names the key, for any other
+        """Read the decision, if there is one. Raises ValueError, which names the key, for any other
         word.
         """
         word = self.board.read("decision")
@@ -257,8 +257,8 @@ class Meeting:
     def confirm(
         self, decision: Decision, rank: int, timeout_s: float, missing: Callable[[], object]
     ) -> bool:
-        """Whether all ranks have got into the group; what `missing` returns is true once some of
-        them are missing.
+        """Confirm that this rank is in the group, and wait for the others. Returns whether all have
+        got in. `missing` returns something true once some are missing.
 
         The last gather of its opening may end well on some ranks only, so the first rank that knows
         the outcome writes it, and all follow.
@@ -324,8 +324,8 @@ _kept = list[dist.Store]()
 
 @dataclass(frozen=True)
 class RollCall:
-    """Some ranks of a group, which report to one another after a failure. They are numbered in the
-    group.
+    """Ranks of a group that report to one another after a failure. They are numbered in
+    the group.
     """
 
     ranks: list[int]
@@ -350,8 +350,8 @@ class RollCall:
         self._send(f"{self.attempt}/{self.rank}", "in")
 
     def missing(self, found: Sequence[int], answer_s: float = ANSWER_S) -> list[int]:
-        """After a failure: who is missing, at least one rank; all others of this roll call where
-        the store is silent.
+        """Find who is missing after a failure: at least one rank, and all others of this roll call
+        if the store is silent.
 
         A rank that notices a failure reports it, and what it has `found`; one that does not within
         `answer_s` seconds is missing, and one whose process has ended is so at once.
@@ -365,7 +365,7 @@ class RollCall:
             interruptible(ask, answer_s)
         reports = dict(reports)
 
-        # What this rank knows goes before what others say, and that before silence.
+        # Knowledge of this rank counts before words of others, and these before silence.
         named = set().union(*reports.values())
         silent = set(others) - set(reports)
         missing = sorted(set(found) or named or silent or others)
@@ -396,8 +396,8 @@ class RollCall:
         reports: dict[int, set[int]],
         answer_s: float,
     ) -> None:
-        """Report what this rank has found, and fill `reports` with what the others have. It may
-        never end.
+        """Report the ranks that this rank has `found`, and fill `reports` with those of the others.
+        It may never end.
 
         Ranks that know of an end wait for no further report: others may learn of it by their
         leaving only.

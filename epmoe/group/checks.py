@@ -15,8 +15,8 @@ from epmoe.native.arguments import describe
 
 
 def config_of(config: EPConfig | str | os.PathLike[str]) -> EPConfig:
-    """The config, or that of this path or name. Raises TypeError for anything else, ConfigError for
-    a bad file.
+    """Load the config, if it is given by path or name. Raises TypeError for anything else,
+    ConfigError for a bad file.
     """
     if isinstance(config, (str, os.PathLike)):
         return EPConfig.load(os.fspath(config))
@@ -29,8 +29,8 @@ def config_of(config: EPConfig | str | os.PathLike[str]) -> EPConfig:
 
 
 def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
-    """The group itself, or that of a mesh, by default the world. Raises TypeError or ValueError for
-    anything else.
+    """The group, if it is given as a mesh or not at all: then it is the world. Raises TypeError or
+    ValueError for anything else.
     """
     if group is None:
         # Without torch.distributed this process is alone.
@@ -49,7 +49,7 @@ def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup 
             )
         return group.get_group(EP)
     if not isinstance(group, dist.ProcessGroup):
-        # What `new_group` returns to processes outside it.
+        # `new_group` returns it to processes outside the group.
         if group == dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(
                 "this process is no member of `group`: only its members may make an ExpertParallel "
@@ -62,7 +62,7 @@ def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup 
 
 
 def check_backend(group: dist.ProcessGroup | None) -> None:
-    """Raises ValueError for a group that cannot carry messages of hosts."""
+    """Raise ValueError for a group that cannot carry messages of hosts."""
     if group is not None and "cpu:" not in dist.get_backend_config(group):
         raise ValueError(
             f"`group` must have a CPU backend, got {dist.get_backend_config(group)!r}: use "
@@ -71,7 +71,7 @@ def check_backend(group: dist.ProcessGroup | None) -> None:
 
 
 def check_size(config: EPConfig, peers: Peers) -> None:
-    """Raises ValueError unless the group has as many ranks as the config says.
+    """Raise ValueError unless the group has as many ranks as the config says.
 
     Warns where a launcher has started several ranks, of which each is a group of one without
     torch.distributed.

@@ -52,8 +52,8 @@ def _nested(steps: Sequence[Peers]) -> Iterator[None]:
 
 @contextmanager
 def all_ranks(eps: Sequence[Member], group: dist.ProcessGroup | None = None) -> Iterator[Peers]:
-    """The ranks of `group`; by default all, in a gloo group of its own: one that fails harms no
-    other. Collective.
+    """Yield the ranks of `group`. By default they are all, in a gloo group of its own: a failure
+    there harms no other group. Collective.
     """
     if not dist.is_initialized():
         yield Peers.of(None)
@@ -88,7 +88,7 @@ def all_ranks(eps: Sequence[Member], group: dist.ProcessGroup | None = None) -> 
 
 @contextmanager
 def naming(what: str, eps: Sequence[Member], *, remedy: str = "") -> Iterator[None]:
-    """Raises EPTimeoutError, which names the ranks, in place of MissingRankError. `what` is the
+    """Raise EPTimeoutError, which names the ranks, in place of MissingRankError. `what` is the
     call, and `remedy` says at the end what a caller may have to do.
     """
     try:
@@ -117,7 +117,9 @@ def naming(what: str, eps: Sequence[Member], *, remedy: str = "") -> Iterator[No
 
 
 def _ended(peers: Peers, eps: Sequence[Member]) -> list[int]:
-    """Other ranks of `peers` whose processes have ended, as any of these says."""
+    """Find other ranks of `peers` whose processes have ended, as any of these `ExpertParallel`s
+    knows.
+    """
     ended = set[int]()
     for ep in eps:
         global_ranks = peers_of(ep).global_ranks

@@ -57,9 +57,9 @@ class Deaths:
 
 
 def this_process() -> list[int]:
-    """A new descriptor of this process, or none where the kernel or a sandbox gives none.
+    """Open a new descriptor of this process; [] if the kernel or a sandbox gives none.
 
-    Raises OSError where this process may not open more files: others would not see its end.
+    Raises OSError if this process may not open more files: others would not see its end.
     """
     try:
         return [os.pidfd_open(os.getpid())]
@@ -141,7 +141,7 @@ def _readable(descriptors: Iterable[int], timeout_s: float | None) -> set[int]:
 def _watch(
     processes: dict[int, int], stop: socket.socket, note: weakref.WeakMethod[Callable[[int], None]]
 ) -> None:
-    """The thread. It must not keep the object of `note` alive."""
+    """Watch processes, on a thread. It must not keep the object of `note` alive."""
     mask = 0
     with stop:
         while processes:

@@ -221,7 +221,7 @@ def _differing_shapes(ranks: list[int], latched: bool) -> str:
 
 class EPRefusedError(EPError):
     """Ranks have raised in `ExpertParallel.replace`, or were given other arguments. No expert has
-    moved on any rank. All ranks may call `replace` again.
+    moved on any rank, and all ranks may call `replace` again.
 
     It has these attributes:
 
@@ -239,7 +239,7 @@ class EPRefusedError(EPError):
         super().__init__(f"rank(s) {ranks} {what}. No expert has moved on any rank")
 
 
-# What was due, by the phases of a round that had ended or were under way.
+# The phase that was due, by the phases of a round that had ended or were under way.
 _DUE = (
     "dispatch was due",
     "dispatch had not ended",

@@ -33,7 +33,7 @@ def _new_name() -> str:
 
 @dataclass(frozen=True)
 class JoinRequest:
-    """What a rank tells the others when it joins a group.
+    """The values that a rank tells the others when it joins a group.
 
     `config` is JSON, of the group to be. Without `placement.live`, if the rank `keeps` the
     placement as far as it can, it is that of the group so far.
@@ -67,7 +67,7 @@ class JoinRequest:
 
 @dataclass
 class Agreement:
-    """What the ranks of a group have agreed on. It is empty until they have."""
+    """The values on which the ranks of a group have agreed. It is empty until they have."""
 
     requests: list[JoinRequest] = field(default_factory=list)
     """of all ranks, in rank order"""
@@ -139,8 +139,8 @@ class Agreement:
             self.former = former
 
     def _check_equal(self, key: str, what: str, rank: int) -> None:
-        """Raise ValueError, which calls a field of requests `what`, where it differs between ranks
-        that have an opinion of it. New ranks have one of the config only.
+        """Raise ValueError if a field of requests, called `what`, differs between ranks that have
+        an opinion of it. New ranks only have one of the config.
         """
         values = {}
         for number, request in enumerate(self.requests):
@@ -161,8 +161,8 @@ class Agreement:
 
 
 def _differing(configs: list[str], rank: int, others: list[int]) -> str:
-    """The keys in which the configs of ranks differ, with the values: the end of a sentence. Words
-    of other ranks.
+    """Say in which keys the configs of ranks differ, and the values: the end of a sentence. The
+    words come from other ranks.
     """
     # A config is JSON of sections, each of keys.
     mine = json.loads(configs[rank])
@@ -184,7 +184,8 @@ def _differing(configs: list[str], rank: int, others: list[int]) -> str:
 
 @contextmanager
 def opening(peers: Peers, then: Callable[[], object]) -> Iterator[Agreement]:
-    """A step of `Peers.together` in which a group opens; `then` makes this rank one of the group.
+    """Open a group within this context, a step of `Peers.together`. `then` makes this rank one of
+    the group.
 
     Yields an agreement to be reached. Raises EPOpenError, which names ranks that are missing.
     """

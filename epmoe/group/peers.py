@@ -23,7 +23,7 @@ from epmoe.group.waiting import Uninterrupted, as_on_this_thread
 _Value = TypeVar("_Value")
 # Errors that reach other ranks as they are.
 _KINDS: tuple[type[Exception], ...] = (MemoryError, EPStateError, ValueError, RuntimeError)
-# Of a value.
+# Limits of a value.
 _MOST_BYTES = 2**24
 # Bytes of a value that travel with its length: few are longer.
 _BEGIN_BYTES = 4096
@@ -100,8 +100,8 @@ class Peers:
         return [theirs for _, theirs in gathered]
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """The bytes of one rank's tensor to all, in place. Collective. Raises MissingRankError as
-        `all_gather`.
+        """Send the bytes of one rank's tensor to all, in place. Collective. Raises MissingRankError
+        as `all_gather`.
         """
         if self.group is None:
             return
@@ -117,7 +117,7 @@ class Peers:
             self.group.broadcast(payload, options).wait()
 
     def to_first(self, tensor: Tensor, source: int) -> None:
-        """The bytes of one rank's tensor to rank 0, in place. Other ranks do nothing. Raises
+        """Send the bytes of one rank's tensor to rank 0, in place. Other ranks do nothing. Raises
         MissingRankError.
         """
         if self.group is None or source == 0 or self.rank not in (0, source):
@@ -218,7 +218,7 @@ class Peers:
                 raise missing from error
 
     def _problem_of(self, error: BaseException, is_late: bool) -> _Problem:
-        """What the others learn of an error of this rank."""
+        """Describe an error of this rank for the others."""
         # A part of these ranks has failed.
         if isinstance(error, _ReportedError):
             return error.problem
@@ -249,6 +249,7 @@ class Peers:
         return _uninterrupted(partial(self._gather_values, value))
 
     def _gather_values(self, value: _Value) -> list[_Value]:
+        """Gather every rank's value, as JSON."""
         if self.group is None:
             return [value]
         # The length and the first bytes of each value.
@@ -273,7 +274,7 @@ class Peers:
         return values
 
     def _gather(self, data: bytes, nbytes: int) -> list[bytes]:
-        """Every rank's bytes, padded to `nbytes`."""
+        """Gather every rank's bytes, padded to `nbytes`."""
         assert self.group is not None
         # `dist.all_gather` takes no deadline.
         options = AllgatherOptions()

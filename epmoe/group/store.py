@@ -26,7 +26,8 @@ _LONGEST_NAME = 200  # of a file, in bytes; most file systems have 255
 
 
 def folder_store(folder: str | os.PathLike[str]) -> dist.Store:
-    """A store in a folder, for `torch.distributed.init_process_group(store=…)`: that of `recover`.
+    """Make a store in a folder for `torch.distributed.init_process_group(store=…)`, as `recover`
+    needs it.
 
     It is there as long as the folder, outlives every rank, and no rank that dies leaves half a
     record in it. Only this user decides there. A `TCPStore` obeys whoever reaches its port, which
@@ -53,10 +54,9 @@ _kept = list[dist.Store]()
 
 
 class OutlivingStore(dist.Store):
-    """The store of `recover`, as torch takes it. While it has a `look`, a wait ends by what that
-    raises.
+    """The store of `recover`, as torch takes it. While it has a `look`, a wait ends if that raises.
 
-    Raises PermissionError where others can write into the folder, and ValueError for torch's
+    Raises PermissionError if others can write into the folder, and ValueError for torch's
     FileStore, which may hold half a record for ever.
     """
 
@@ -103,8 +103,8 @@ class OutlivingStore(dist.Store):
 
 
 class _Files:
-    """A file for each key, which gets its name once it is whole. Whoever can write here decides
-    which ranks go on.
+    """A file for each key. A file gets its name once it is complete. Whoever can write here decides
+    which ranks take part.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -28,7 +28,7 @@ def interruptible(
     timeout_s: float | None = None,
     look: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Calls `wait` on another thread, so that this thread can run signal handlers meanwhile.
+    """Call `wait` on another thread, so that this thread can run signal handlers meanwhile.
 
     Returns whether `wait` has ended within `timeout_s` seconds; it runs to its end anyway. `look`
     is called about every 20 ms. Raises what `wait`, `look` or a signal handler raises.
@@ -56,8 +56,8 @@ def interruptible(
 
 
 def first_answer(ask: Callable[[], _Value], until_s: float, pause_s: float = 0.0) -> _Value:
-    """The first true answer. It asks once more behind `until_s`, since this thread may not have run
-    meanwhile.
+    """Ask until an answer is true, and return it. It asks once more after `until_s`, since this
+    thread may not have run meanwhile.
     """
     while time.monotonic() < until_s:
         answer = ask()
@@ -69,8 +69,8 @@ def first_answer(ask: Callable[[], _Value], until_s: float, pause_s: float = 0.0
 
 
 def as_on_this_thread(work: Callable[[], _Value]) -> Callable[[], _Value]:
-    """Work for a new thread, which finds there what torch keeps for each thread: whether there are
-    gradients and inference mode, the current GPU, and the current streams.
+    """Make a function that does the work on another thread under torch's settings of this one:
+    whether there are gradients and inference mode, the current GPU, and the current streams.
     """
     gradients = torch.is_grad_enabled()
     inference = torch.is_inference_mode_enabled()
@@ -103,7 +103,7 @@ class Uninterrupted(Generic[_Value]):
 
     def __init__(self, work: Callable[[], _Value]) -> None:
         self._work = work
-        # Who pops it decides: the thread begins the work, or nobody ever will.
+        # The thread pops it to begin the work; the caller pops it so that nobody ever will.
         self._turn = [True]
         self._running = allocate_lock()
         self._running.acquire()
@@ -136,7 +136,7 @@ class Uninterrupted(Generic[_Value]):
         return True
 
     def _run(self) -> None:
-        """The thread."""
+        """Do the work, on the thread."""
         # `finish_or_cancel` may have taken the turn: then the work never begins.
         try:
             self._turn.pop()
@@ -179,7 +179,7 @@ def start_thread(thread: Thread) -> None:
 
 
 class Promise(Generic[_Value]):
-    """What a `Worker` computes. `done` says whether it has."""
+    """The result of a computation of a `Worker`. `done` says whether it is there."""
 
     def __init__(self, compute: Callable[[], _Value]) -> None:
         self._compute = compute

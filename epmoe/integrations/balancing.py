@@ -34,8 +34,8 @@ def section_of(live: dict[str, Any], layers: int, **keys: Any) -> dict[str, Any]
 def section_with_slots(
     live: dict[str, Any], first: Placement, layers: int, group: dist.ProcessGroup
 ) -> Iterator[dict[str, Any]]:
-    """`section_of` where the framework has loaded the experts as in `first`, and the slots behind
-    them are empty. Collective.
+    """Make the section of `section_of` if the framework has loaded the experts as in `first`, and
+    the slots behind them are empty. Collective.
 
     Its file of slots exists until the end of the context, and is the same one on all ranks.
     """
@@ -73,8 +73,8 @@ class Balancing:
         self._moves_have_ended = True
 
     def poll(self) -> None:
-        """Before each step of the framework, on its thread and stream: it raises what kernels have
-        reported, and ticks. It waits for no rank.
+        """Look for failures, and tick, before each step of the framework, on its thread and stream.
+        It waits for no rank. Raises what kernels have reported.
         """
         if self._balancer is None:
             self.ep.poll()
@@ -99,7 +99,7 @@ class Balancing:
         )
 
     def move(self, tag: int, experts: GroupedExperts) -> None:
-        """These experts are those of the layer with this tag: they move, where experts do."""
+        """Let the experts of the layer with this tag move, if experts do."""
         tensors = [parameter.detach() for parameter in experts.parameters()]
         live = self.ep.live
         if live is None:
@@ -111,8 +111,8 @@ class Balancing:
         live.weights[tag] = weights_of
 
     def slots(self, tag: int) -> list[int] | None:
-        """Of a layer whose weights are loaded, for the first time or again: the expert in each slot
-        of this rank, −1 for none. None where experts stay.
+        """The expert in each slot of this rank, −1 for none, of a layer whose weights are loaded,
+        for the first time or again. None if experts stay.
 
         The first call after a step is collective: it ends the moves.
         """

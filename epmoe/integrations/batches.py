@@ -29,8 +29,8 @@ from epmoe.training.exchange import Routed
 
 
 class Arrived(NamedTuple):
-    """The rows of a round, expert by expert. Rows past the last segment hold anything; on the CPU
-    there are none.
+    """The rows of a round, expert by expert. Rows past the last segment may hold anything; on the
+    CPU there are none.
     """
 
     rows: Tensor
@@ -122,8 +122,8 @@ class SharedExpertParallel:
 
     @property
     def exchange(self) -> TrainingExchange:
-        """Carries rounds with gradients. Raises ValueError in static mode, or if the config cannot
-        train.
+        """The exchange of rounds with gradients. Raises ValueError in static mode, or if the config
+        cannot train.
         """
         if self.static:
             raise ValueError(
@@ -160,7 +160,7 @@ class SharedExpertParallel:
         tag: int = 0,
         longest: int | None = None,
     ) -> Tensor:
-        """Weighted expert outputs [T,D] of this rank's tokens. Collective.
+        """Compute the weighted expert outputs [T, D] of this rank's tokens. Collective.
 
         `tag` is that of `ExpertParallel.dispatch`. `longest` is the same on every rank: no rank
         brings more tokens. If it is None, each round carries whether a rank has more, and the host
@@ -246,8 +246,8 @@ class SharedExpertParallel:
         return max(1, -(-num_tokens // self._max_tokens))
 
     def _longest_batch(self, num_tokens: int, call: _Call) -> int | None:
-        """The most tokens that a rank brings, of which this rank brings `num_tokens`; None: not
-        known yet.
+        """Find the most tokens that a rank brings. This rank brings `num_tokens`. None: not known
+        yet.
 
         After an exception other than those of the exchange, such as a Ctrl-C, this rank sees the
         rounds out.
@@ -280,7 +280,8 @@ class SharedExpertParallel:
     def _round(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, call: _Call, has_more: bool
     ) -> Tensor:
-        """The sums [T, D] of at most M tokens. `has_more`: this rank needs another round.
+        """Run a round of at most M tokens. Returns their sums [T, D]. `has_more`: this rank needs
+        another round.
 
         Its steps stand in line, with the clock between them: context managers would cost a layer
         8 µs.
@@ -323,7 +324,7 @@ class SharedExpertParallel:
         return y
 
     def _see_out(self, rounds_before: int, call: _Call) -> None:
-        """After an exception: the rounds that other ranks still need, after the first
+        """After an exception, take part in the rounds that other ranks still need, after the first
         `rounds_before` and at least one.
 
         It raises nothing of the exchange, since the caller has an exception already.
@@ -359,8 +360,8 @@ class SharedExpertParallel:
         return min(longest, self._max_tokens)
 
     def _arrived(self, routed: Dispatched | Routed, most_pairs: int) -> Arrived:
-        """The rows that arrived, if all sources together have sent at most `most_pairs` pairs of a
-        token and an expert.
+        """View the rows that arrived, if all sources together have sent at most `most_pairs` pairs
+        of a token and an expert.
 
         On the CPU these rows only. On GPUs the host does not know how many they are: as much
         padding follows them as the host must expect. In rounds with gradients the exchange has

@@ -107,7 +107,7 @@ class EpmoeCommunication(MoEEpCommunication):
         self._windows.users += 1
         ep = self._windows.ep
         self._tag = ep.new_tag()
-        # Of a call, for a rank that raises before its dispatch.
+        # The shape of a call, for a rank that raises before its dispatch.
         dtype = FP8 if ep.config.exchange.payload == "fp8" else params.token_dtype
         self._shape = RoundShape.of(ep.config, dtype)._replace(layout="rank")
         self._round: Dispatched | None = None
@@ -128,8 +128,8 @@ class EpmoeCommunication(MoEEpCommunication):
         runtime_max_tokens_per_rank: int | None = None,
         eplb_local_stats: Tensor | None = None,
     ) -> MoEEpDispatchResult:
-        """This rank's tokens [T, D], their ids and weights [T, K] → what arrived, [R·t, …], where t
-        is `runtime_max_tokens_per_rank`. Collective.
+        """Send this rank's tokens [T, D], with their ids and weights [T, K]. Returns what arrived,
+        [R·t, …], where t is `runtime_max_tokens_per_rank`. Collective.
 
         Without weights each pair counts as 1. Rows in fp8 and their scales fp32 [T, D/128] may come
         as bytes, and then arrive as bytes.
@@ -172,8 +172,8 @@ class EpmoeCommunication(MoEEpCommunication):
         return result if topk_weights is not None else replace(result, topk_weights=None)
 
     def combine(self, expert_output: Tensor, *, output: Tensor | None = None) -> Tensor:
-        """Outputs [R·t, D] or [R, t, D] of this rank's experts, weighted and summed over them →
-        [T, D]. Collective.
+        """Sum outputs [R·t, D] or [R, t, D] over the experts of each token, weighted → [T, D].
+        Collective.
 
         They are in the dtype of the rows, and after rows in fp8 in `MoEEpCommParams.dtype`.
         `output` is contiguous. Raises RuntimeError without a dispatch before, and what
@@ -213,7 +213,7 @@ class EpmoeCommunication(MoEEpCommunication):
         ep.abort()
 
     def _rows(self, hidden_states: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The rows and scales of a dispatch, which FlashInfer may give as bytes."""
+        """Take the rows and scales of a dispatch, which FlashInfer may give as bytes."""
         if self._shape.dtype is not FP8:
             if scale is not None:
                 raise ValueError(
@@ -229,7 +229,7 @@ class EpmoeCommunication(MoEEpCommunication):
     def _received(
         self, d: Dispatched, t: int, hidden_states: Tensor, scale: Tensor | None
     ) -> MoEEpDispatchResult:
-        """What arrived in the first t slots of each source, as FlashInfer's kernels take it."""
+        """View the first t slots of each source, as FlashInfer's kernels take them."""
         received = d.recv
         ids = received.ids[:, :t].flatten(0, 1)
         first = self.ep_rank * self.num_local_experts
@@ -247,7 +247,9 @@ class EpmoeCommunication(MoEEpCommunication):
         )
 
     def _slabs(self, expert_output: Tensor) -> Tensor:
-        """Outputs as combine takes them, [R, M, D]. It reads slots with a token only."""
+        """Bring outputs into the form that combine takes, [R, M, D]. It reads only slots with a
+        token.
+        """
         t = self._tokens_per_rank
         most = self.params.max_tokens_per_rank
         if expert_output.numel() != self.ep_size * t * self.params.hidden_size:
@@ -269,7 +271,9 @@ def close() -> None:
 
 
 def _share(bootstrap: BootstrapConfig, params: MoEEpCommParams, config: EpmoeConfig) -> _Windows:
-    """The windows of all layers with these sizes. The first call is collective."""
+    """Find the windows of all layers with these sizes. The first call makes them and is
+    collective.
+    """
     if "payload" in config.exchange:
         raise ValueError("`payload` follows from the kernel's dispatch format: leave it out")
     settings = {"timeout_s": TIMEOUT_S, **config.exchange, "payload": _payload(params)}
@@ -310,7 +314,7 @@ def _device(bootstrap: BootstrapConfig) -> torch.device:
 
 
 def _check_group(bootstrap: BootstrapConfig, ep_size: int) -> None:
-    """Raises ValueError where `bootstrap` says another rank than its group of `ep_size` ranks."""
+    """Raise ValueError if `bootstrap` says another rank than its group of `ep_size` ranks."""
     rank = dist.get_rank(bootstrap.process_group) if dist.is_initialized() else 0
     if (bootstrap.rank, bootstrap.world_size) != (rank, ep_size):
         raise ValueError(
@@ -320,7 +324,7 @@ def _check_group(bootstrap: BootstrapConfig, ep_size: int) -> None:
 
 
 def _config(params: MoEEpCommParams, ep_size: int, settings: dict[str, Any]) -> EPConfig:
-    """The configuration of these sizes, with keys of the section `exchange`."""
+    """Make the configuration of these sizes, with keys of the section `exchange`."""
     capacity = {
         "max_num_tokens_per_rank": params.max_tokens_per_rank,
         # Slots are R·M; expert-major rows, up to R·M·K, then need no memory.

@@ -77,7 +77,7 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
 
     The stages also work without a layer, one after another from `dispatch_preprocess` to
     `combine_postprocess`, each on all ranks. A stage without the one before it is a RuntimeError.
-    Raises ValueError where the config has what epmoe does not do.
+    Raises ValueError if the config has what epmoe does not do.
     """
 
     def __init__(self, num_local_experts: int, config: Any, pg_collection: Any) -> None:
@@ -99,8 +99,8 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
 
     @contextmanager
     def taking_part(self, hidden_states: Tensor) -> Iterator[None]:
-        """Around a forward pass of [S, B, H]: an exception gives its round up, so that the other
-        ranks learn of it.
+        """Take part in a forward pass of [S, B, H] within this context. An exception gives its
+        round up, so that the other ranks learn of it.
         """
         # Experts may compute in a smaller space than the model's.
         H = getattr(self.config, "moe_latent_size", None) or hidden_states.shape[-1]
@@ -116,7 +116,7 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Ids of the experts of each token, in ascending order, whatever the order of the
+        """Sort the ids of each token's experts in ascending order, whatever the order of the
         probabilities.
 
         The first call opens the windows and is collective. Takes hidden_states [S, B, H], a bool
@@ -148,8 +148,8 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
         return hidden_states.reshape(-1, hidden_states.shape[-1]), weights_TKt.flatten(1)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [T, H] and probabilities [T, K] → rows [N, H] by local expert and their
-        probabilities [N].
+        """Send tokens [T, H] and probabilities [T, K] to their experts. Returns rows [N, H] by
+        local expert and their probabilities [N].
 
         Collective. Rows own their memory, and the host waits for their number.
         """
@@ -179,7 +179,7 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
         return hidden_states
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Weighted outputs [N, H] → sums [T, H]. Collective."""
+        """Sum weighted outputs [N, H] → [T, H]. Collective."""
         # A round is combined once.
         routed = self._routed
         self._routed = None
@@ -211,7 +211,7 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
             self.shared_experts.wait_current_stream()
 
     def _open(self, hidden_states: Tensor, H: int) -> TrainingExchange:
-        """The exchange of all layers with these sizes. The first call makes it and is
+        """Find the exchange of all layers with these sizes. The first call makes it and is
         collective.
         """
         if self._exchange is not None:

@@ -59,7 +59,7 @@ class HealthCollector(Collector):
         self._exchanges = exchanges
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """The metrics of one scrape; the registry calls this, on any thread."""
+        """Make the metrics of one scrape. The registry calls this, on any thread."""
         # One value for each exchange and rank.
         rounds = _counter("rounds", "Rounds of this rank")
         counters = {name: _counter(name, _TEXTS[name]) for name in COUNTERS}
@@ -71,7 +71,7 @@ class HealthCollector(Collector):
         )
         aborted = _counter("aborted_rounds", "Rounds that each rank has aborted", "source")
         layers = _counter("layer_rows", "Rows of this rank's experts in each layer", "layer")
-        # What experts that move have done.
+        # Metrics of experts that move.
         moved = _counter("moved_experts", "Experts that have moved to this rank")
         moved_bytes = _counter("moved_bytes", "Bytes of weights that have moved to this rank")
         stalled = _counter(

@@ -34,8 +34,8 @@ def make_config(
     sections: dict[str, dict[str, Any]],
     from_environment: bool = False,
 ) -> EPConfig:
-    """The configuration of layers with these shapes, by sections of `EPConfig`. Raises ConfigError,
-    which names the key.
+    """Make the configuration of layers with these shapes, by sections of `EPConfig`. Raises
+    ConfigError, which names the key.
 
     `num_experts` are physical experts where the framework makes copies itself, otherwise logical
     experts. `from_environment`: variables `EPMOE_<SECTION>__<KEY>` override keys.
@@ -80,7 +80,7 @@ class Session(Generic[Entry]):
         device: torch.device,
         make: Callable[[int], Entry],
     ) -> Entry:
-        """The entry of this group and these shapes. The first call makes it and is collective.
+        """Find the entry of this group and these shapes. The first call makes it and is collective.
 
         `shapes` are all that layers must have in common. `group` is the world by default; groups of
         the same ranks are one. `make` takes the number of ranks. Raises RuntimeError if the first

@@ -135,6 +135,7 @@ class Balancer:
         self._begin()
 
     def _begin(self) -> None:
+        """Begin to watch loads, in a group that has just formed."""
         self._generation = self._ep.generation
         # Of rank 0: the tick of the last plan, and the call of `replace` that carries it out.
         self._counted = 0

@@ -245,6 +245,7 @@ class LiveExperts:
         return self._exchange.processor.captures(self._exchange.streams())
 
     def _step(self) -> None:
+        """Take moves further, then put new shares into use."""
         self._tell_refusal()
         # Moves go first. What they have changed is seen to, even where they raise.
         try:

@@ -55,9 +55,9 @@ REFUSED = 0
 _DROPPED = 0
 # A value of READY: this rank uses the last version, and goes on to no other.
 _FINISHED = (1 << 32) - 1
-# What `_value` returns of a rank that has left this call behind it: more than any value.
+# `_value` returns it for a rank that has left this call behind it: more than any value.
 _NEWER = 1 << 32
-# What `_value` returns of a word that is not written yet: less than any value.
+# `_value` returns it for a word that is not written yet: less than any value.
 _UNSAID = -1
 
 Sizes = dict[int, list[tuple[tuple[int, ...], torch.dtype]]]
@@ -125,13 +125,13 @@ class Moves:
         self._cancelled_at: int | None = None
         # Parts in their slots, of those that come to this rank.
         self._copied = 0
-        # By rank: the number behind the last part that it got from here.
+        # The number behind the last part that each rank got from here.
         self._pushed = [0] * self.mail.size
-        # By word and reader, None for all: the value that was posted.
+        # The value that was posted, by word and reader; None: to all.
         self._told = dict[tuple[Word, int | None], int]()
-        # By rank: its words as this rank has read them last.
+        # The words of each rank as this rank has read them last.
         self._words = list[list[int]]()
-        # What comes to each rank, part by part.
+        # The parts that come to each rank.
         sizes = self._sizes()
         self._parts = self._parts_by_rank(sizes)
         self._mine = self._parts[self._rank]

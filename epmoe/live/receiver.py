@@ -252,7 +252,7 @@ class WeightReceiver:
         self._flipped_behind = _NONE
         # The last version that the thread has begun to stage.
         self._begun = _NONE
-        # What the thread has staged, until the flip.
+        # The version that the thread has staged, until the flip.
         self._staged: Version | None = None
         # When rank 0 has looked into the folder last.
         self._looked = 0.0

@@ -152,7 +152,7 @@ def keep_slots(config: EPConfig, held: Sequence[Table | None], spread_lost: bool
 
 def _fill(layer: list[int], experts: list[int], S: int) -> None:
     """Give each of these experts, which have no slot, one in `layer`."""
-    # By rank: experts that it has got here.
+    # The number of experts that each rank has got here.
     given = Counter[int]()
     for expert in experts:
         copies = Counter(layer)

@@ -256,6 +256,7 @@ class ExpertAdapters(nn.Module):
 
     @_writable_anywhere()
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Cast or move the adapters. If that makes values that are not finite, all are lost."""
         are_lost = False
         for name, buffer in list(self.named_buffers()):
             # `fn` gets an empty tensor. `to_empty` would leave memory undefined that no state dict

@@ -116,7 +116,7 @@ class _Context:
         *,
         adapter_ids: Tensor | None = None,
     ) -> None:
-        # Of a `replay`, with their routes.
+        # The layers; those of a `replay` with their routes.
         self.layers = layers
         self.adapter_ids = adapter_ids
         # Calls whose backward pass is still to come.

@@ -67,7 +67,7 @@ def _checked_sizes(w_gate_up: Tensor, w_down: Tensor) -> _Sizes:
 
 
 def _check_not_transposed(w_gate_up: object, w_down: Tensor) -> None:
-    """Raises ValueError, which names the weights to transpose, where they would fit transposed."""
+    """Raise ValueError, which names the weights to transpose, if they would fit transposed."""
     if not isinstance(w_gate_up, Tensor) or w_gate_up.dim() != 3 or w_gate_up.dtype != w_down.dtype:
         return
     given = {"w_gate_up": w_gate_up, "w_down": w_down}
@@ -211,7 +211,7 @@ class GroupedExperts(nn.Module):
         gemm: Literal["auto", "torch", "deep_gemm", "hopper"] = "auto",
         batch_invariant: bool = False,
     ) -> None:
-        # What does not fit raises before the module holds anything.
+        # Check all arguments before the module holds anything.
         e, D, F = _checked_sizes(w_gate_up, w_down)
         if limit is not None and limit != math.inf:
             check_number("limit", limit)
@@ -333,7 +333,7 @@ class GroupedExperts(nn.Module):
         return GEMMS[self.gemm].is_capturable(self.w_down)
 
     def refuse_capture(self, *, trains: bool = False) -> None:
-        """Raise RuntimeError, which names the GEMM, where the current stream captures a CUDA graph
+        """Raise RuntimeError, which names the GEMM, if the current stream captures a CUDA graph
         and a call would wait for the host. `trains`: a call with gradients.
         """
         self._stage.refuse_capture(self.w_down, trains=trains)
@@ -407,7 +407,7 @@ class GroupedExperts(nn.Module):
             check_tensor("tokens_per_expert", tokens_per_expert, (torch.int32,), (e,), device)
             tokens = tokens_per_expert.contiguous()
         if not alignment:
-            # Whoever has asked for a GEMM by name counts on its alignment.
+            # A caller who has asked for a GEMM by name counts on its alignment.
             alignment = self.alignment if self._wanted == self.gemm else 1
         segments = Segments(expert_offsets.contiguous(), tokens, alignment, rows_per_expert)
 
@@ -459,7 +459,7 @@ class GroupedExperts(nn.Module):
         """The name of the GEMM of calls with gradients, over rows of this dtype, by default the
         experts' own.
 
-        Raises RuntimeError where there is none.
+        Raises RuntimeError if there is none.
         """
         dtype = self.held()[1].dtype
         if dtype not in FLOATS or rows_dtype == FP8:
@@ -538,6 +538,7 @@ class GroupedExperts(nn.Module):
         return Weights._make([*held, self.gating, added])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Cast or move the experts. Weights with scales keep their dtype."""
         # Casts leave quantized weights alone, which move as integers.
         quantized = list[Tensor]()
         if self.is_quantized:

@@ -58,8 +58,8 @@ def x_gradient(grad_TE: Tensor, weight: Tensor, *, invariant: bool) -> Tensor:
 
 
 class _Logits(torch.autograd.Function):
-    """A token whose logits get gradients of 0, such as padding, gives the weights none, whatever it
-    holds.
+    """Logits with gradients. A token whose logits get gradients of 0, such as padding, gives the
+    weights none, whatever it holds.
     """
 
     @staticmethod

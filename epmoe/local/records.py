@@ -48,7 +48,7 @@ def pack_routes(
         one after another, and the layers in the order of the record. Tokens without experts, such
         as padding, have no record.
 
-    Raises ValueError where layers have had other calls than one another, or calls no whole number
+    Raises ValueError if layers have had other calls than one another, or calls no whole number
     of tokens for each sequence.
     """
     # All layers must have had the same calls, each of complete sequences.

@@ -31,7 +31,7 @@ def route_reference(
     num_tokens: int | Tensor | None = None,
     id_dtype: torch.dtype = torch.int32,
 ) -> Routing:
-    """`epmoe.route` by its contract: ids [T, K] of `id_dtype` and weights [T, K] in fp64."""
+    """Compute `epmoe.route` in plain torch: ids [T, K] of `id_dtype` and weights [T, K] in fp64."""
     T, E = logits.shape
     logits_TE = logits.double()
     scores_TE = logits_TE.softmax(-1) if scoring == "softmax" else logits_TE.sigmoid()
@@ -96,8 +96,8 @@ def permute_reference(
     alignment: int = 1,
     max_rows: int | None = None,
 ) -> Permuted:
-    """`epmoe.permute` by its contract. Its rows end with the last expert's segment, at most at
-    `max_rows`.
+    """Compute `epmoe.permute` in plain torch. Its rows end with the last expert's segment, at most
+    at `max_rows`.
     """
     S, K = ids_SK.shape
     P = expert_map_P.numel()
@@ -138,8 +138,8 @@ def permute_reference(
 
 
 def finalize_reference(expert_rows_ND: Tensor, permuted: Permuted, weights_SK: Tensor) -> Tensor:
-    """`epmoe.finalize` by its contract, in fp64: partial [S, D]; slots past the counts are zeros
-    here.
+    """Compute `epmoe.finalize` in plain torch, in fp64: partial [S, D]. Slots past the counts are
+    zeros here.
     """
     N = expert_rows_ND.shape[0]
     row_SK = permuted.row_of_pair.long()
@@ -173,7 +173,7 @@ def moe_reference(
     *,
     apply_router_weight_on_input: bool = False,
 ) -> Tensor:
-    """The whole layer on one rank, in fp64.
+    """Compute the whole layer on one rank, in fp64.
 
     y [T, D]: y[t] = Σ_k weights[t, k] · f(ids[t, k], x[t]), where f(i, x) is the output of expert
     i. With `apply_router_weight_on_input`, y[t] = Σ_k f(ids[t, k], weights[t, k] · x[t]), and the

@@ -37,8 +37,8 @@ class Routing(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """How experts are chosen by logits [T, E], checked once for many calls: arguments of `route`,
-    in the order of the operator's.
+    """How logits [T, E] choose experts: arguments of `route` in the order of the operator's,
+    checked once for many calls.
     """
 
     num_experts: int
@@ -71,7 +71,7 @@ class Choice(NamedTuple):
         routed_scaling_factor: float = 1.0,
         id_dtype: torch.dtype = torch.int32,
     ) -> Self:
-        """Raises what `route` does for these arguments."""
+        """Check arguments of `route`, with its errors."""
         # The scores, and how many experts a token has.
         E = num_experts
         if not 1 <= E <= 4096:
@@ -108,7 +108,7 @@ class Choice(NamedTuple):
                 f"{scores_per_group}"
             )
 
-        # What becomes of the weights.
+        # How weights are scaled.
         if not 0 <= renormalize_epsilon <= 1:
             raise ValueError(
                 f"`renormalize_epsilon` must be from 0 to 1, got {renormalize_epsilon}"
@@ -138,9 +138,7 @@ class Choice(NamedTuple):
         num_real: int,
         counters: Tensor | None,
     ) -> Routing:
-        """The choice of each row of logits [T, E], which are known to fit. The number of real
-        tokens is that of `token_count`. Raises what `route` does for the bias and on CUDA.
-        """
+        """Choose experts for each row of logits [T, E], which are known to fit."""
         if self.top_k > MAX_TOP_K_ON_CUDA and logits.is_cuda:
             raise ValueError(
                 f"`top_k` must be at most {MAX_TOP_K_ON_CUDA} on CUDA, got {self.top_k}"

@@ -22,8 +22,8 @@ def record_point(device: torch.device) -> torch.cuda.Event | None:
 
 
 class SideStream:
-    """The call `work(x)` on another stream, behind the point `start` of the current one. On the CPU
-    it runs at once. The result lies in memory of the other stream, whose next work starts behind a
+    """A call `work(x)` that runs on another stream, behind the point `start` of the current one; on
+    the CPU at once. The result lies in memory of the other stream, whose next work starts behind a
     later point of the current stream. So nothing overwrites what the current stream still reads,
     also in replays of a graph that has captured both.
     """

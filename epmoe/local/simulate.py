@@ -156,7 +156,7 @@ def _spoil_logits(logits_TE: torch.Tensor, generator: torch.Generator) -> None:
     bad = torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38, -3e38, 0.0], dtype=logits_TE.dtype)
     value_T1 = bad[torch.randint(len(bad), (tokens, 1), generator=generator)]
     victim_T1 = torch.randint(experts, (tokens, 1), generator=generator)
-    # What a row gets: 0 is one wrong expert, 1 all experts wrong, 2 and 3 nothing.
+    # The kind of a row: 0 has one wrong expert, 1 has all wrong, 2 and 3 have none.
     kind_T1 = torch.randint(4, (tokens, 1), generator=generator)
     struck_TE = (kind_T1 == 1) | ((kind_T1 == 0) & (torch.arange(experts) == victim_T1))
     logits_TE.copy_(torch.where(struck_TE, value_T1, logits_TE))
@@ -177,7 +177,7 @@ def _spoil_routing(
         bad_ids += [2**31, 2**32, 2**32 + experts - 1, -(2**32)]
     bad_weights = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0])
 
-    # What a pair gets: 0 is a duplicate, 1 a bad id, 2 a bad weight, 3 nothing.
+    # The kind of a pair: 0 is a duplicate, 1 a bad id, 2 a bad weight, 3 stays.
     kind_TK = torch.randint(4, shape, generator=generator)
     kind_TK[torch.rand(shape[0], generator=generator) < 0.5] = 3
     ids_TK.copy_(torch.where(kind_TK == 0, ids_TK[:, :1], ids_TK))

@@ -48,7 +48,7 @@ def local_view(value: Any, averages_over: int = 1) -> Any:
     In grad mode, gradients of the rows reach the DTensor, if it requires grad: divided by
     `averages_over`, and added over replicas in an order that does not change.
     """
-    # Of the two public ways, one costs 14 µs, and the other makes a view.
+    # torch has two public ways: one costs 14 µs, and the other makes a view.
     local = getattr(value, "_local_tensor", None)
     if local is None:
         return value
@@ -177,6 +177,7 @@ class _ForwardOnReplica:
         self._module = weakref.ref(module)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Run the module's `forward` on a replica of it."""
         module = self._module()
         assert module is not None
         forward = type(module).forward

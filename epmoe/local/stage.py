@@ -47,9 +47,7 @@ def _by(
 
 
 class Stage(NamedTuple):
-    """The GEMMs for weights of one layout. It holds no weights, so that these may lie elsewhere in
-    each call.
-    """
+    """The GEMMs for weights of one layout. It holds no weights, so each call may bring others."""
 
     gemms: tuple[str, ...]
     """Names of the GEMMs that serve. A call takes the first that takes its segments."""
@@ -66,7 +64,7 @@ class Stage(NamedTuple):
     def choose(
         cls, wanted: str, gate_up: Tensor, down: Tensor, *, batch_invariant: bool = False
     ) -> Self:
-        """The stage for weights [e, 2F, D] and [e, D, F]. Arguments and errors are those of
+        """Choose the GEMMs for weights [e, 2F, D] and [e, D, F]. Arguments and errors are those of
         `table.choose`.
         """
         gemms = choose(wanted, gate_up, down, batch_invariant=batch_invariant)
@@ -84,7 +82,7 @@ class Stage(NamedTuple):
         return next(name for name in self.gemms if GEMMS[name].takes_all_calls)
 
     def refuse_capture(self, weights: Tensor, *, trains: bool = False) -> None:
-        """Raise RuntimeError, which names the GEMM, where the current stream captures a CUDA graph
+        """Raise RuntimeError, which names the GEMM, if the current stream captures a CUDA graph
         and a call with these weights would wait for the host. `trains`: a call with gradients.
 
         A call raises the same, but then within a round. Who opens the round asks before.
@@ -94,10 +92,10 @@ class Stage(NamedTuple):
     def serve(
         self, weights: Weights, rows_ND: Tensor, scales: Tensor | None, segments: Segments
     ) -> Tensor:
-        """Rows [N, D], in the dtype of outputs or fp8 with scales fp32 [N, D/128], → outputs [N,
-        D], no gradients.
+        """Run the experts without gradients: rows [N, D], in the dtype of outputs or fp8 with
+        scales fp32 [N, D/128], → outputs [N, D].
 
-        On CPUs rows past the last segment cost nothing. Raises ValueError where no GEMM takes the
+        On CPUs rows past the last segment cost nothing. Raises ValueError if no GEMM takes the
         segments.
         """
         gemm = self._gemm_of(segments, weights.down.dtype)
@@ -123,8 +121,8 @@ class Stage(NamedTuple):
     def train(
         self, weights: Weights, rows_ND: Tensor, row_weights: Tensor | None, segments: Segments
     ) -> Tensor:
-        """Rows [N, D] → outputs [N, D] with gradients of rows, weights and biases, and of
-        `row_weights` fp32 [N].
+        """Run the experts with gradients of rows, weights and biases, and of `row_weights` fp32
+        [N]: rows [N, D] → outputs [N, D].
 
         The bits are those of `serve` by the same GEMM. Weights, rows and biases have one dtype:
         fp32, fp16 or bf16.

@@ -71,8 +71,8 @@ def product_dtype(weights: Tensor) -> torch.dtype:
 
 
 def granularity(scales: Sequence[int], n: int, k: int) -> tuple[int, int] | None:
-    """Rows and columns of a weight [n, k] (in numbers) that share a scale, by the shape of its
-    scales: of blocks, a whole weight, rows or groups. None: no such shape.
+    """Find how many rows and columns of a weight [n, k] share a scale, by the shape of its scales:
+    those of a block, the weight, a row or a group. None: no such shape.
     """
     shape = list(scales)
     for block in (FP8_BLOCKS.block, (n, k), (1, k), MXFP4_GROUPS.block):
@@ -87,8 +87,8 @@ def granularity(scales: Sequence[int], n: int, k: int) -> tuple[int, int] | None
 
 
 def codes_of(weight: Tensor) -> Tensor:
-    """Unscaled fp32 values [..., n, k] of e4m3, or of pairs of e2m1 [..., n, k/2], the low four
-    bits first.
+    """Convert e4m3, or pairs of e2m1 [..., n, k/2] with the low four bits first, to unscaled fp32
+    values [..., n, k].
     """
     if weight.dtype != MXFP4:
         return weight.float()
@@ -99,8 +99,8 @@ def codes_of(weight: Tensor) -> Tensor:
 
 
 def dequantize_weights(weights: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weights [..., n, k] in `dtype`: the product of code and scale in fp32, rounded once.
-    `scales`, in any float dtype, have a shape that `granularity` knows.
+    """Dequantize weights [..., n, k] to `dtype`: the product of code and scale in fp32, rounded
+    once. `scales`, in any float dtype, have a shape that `granularity` knows.
     """
     codes = codes_of(weights)
     *before, n, k = codes.shape
@@ -112,7 +112,7 @@ def dequantize_weights(weights: Tensor, scales: Tensor, dtype: torch.dtype) -> T
 
 
 def _plain_scales(scales: Tensor) -> Tensor:
-    """In fp32. torch's kernels of GPUs do not convert e8m0."""
+    """Convert scales to fp32. torch's kernels of GPUs do not convert e8m0."""
     if scales.dtype != torch.float8_e8m0fnu:
         return scales.float()
     exponents = scales.view(torch.uint8).int()

@@ -188,6 +188,7 @@ def architectures() -> tuple[str, ...]:
 
 
 def _gpus(portable: bool = False) -> tuple[str, ...]:
+    """The compute capabilities to compile CUDA kernels for; none without CUDA or nvcc."""
     import torch
 
     has_cuda = portable or torch.version.cuda is not None
@@ -211,8 +212,9 @@ def problem_with_torch(version: str) -> str | None:
 
 
 def _rules(gpus: tuple[str, ...], portable: bool) -> str:
-    """The rules of `build.ninja`, whose commands run in a copy of csrc and are the same in every
-    checkout. The folder of torch is in the environment, since it differs by virtual environment.
+    """Write the rules of `build.ninja`. Their commands run in a copy of csrc, and are the same in
+    every checkout. The folder of torch is in the environment, since it differs by virtual
+    environment.
     """
     cxx = shlex.quote(_compiler())
     host = f"-ccbin={cxx}" if os.environ.get("CXX") else ""
@@ -260,7 +262,7 @@ rule link_cu
 
 
 def _steps(files: dict[str, str], defines: tuple[str, ...], gpus: tuple[str, ...]) -> str:
-    """What `build.ninja` builds by the rules, into the folder `$to`. A symbol is defined for
+    """Write the steps of `build.ninja`, which build into the folder `$to`. A symbol is defined for
     sources that name it.
     """
     # `build` takes the suffix away once all is there.
@@ -297,6 +299,7 @@ def _digest(*texts: str) -> str:
 
 
 def _files() -> dict[str, str]:
+    """The text of each native source, by its path."""
     root = csrc()
     paths = sorted(path for path in root.rglob("*") if path.suffix in {".cpp", ".cu", ".cuh", ".h"})
     return {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in paths}
@@ -307,8 +310,8 @@ def _version(tool: str) -> str:
 
 
 def _cpu_features() -> str:
-    """The CPU features that ``-march=native`` uses: machines that share a cache folder may have
-    different CPUs.
+    """The features of the CPU that ``-march=native`` uses, since machines that share a cache folder
+    may differ.
     """
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as cpuinfo:
         for line in cpuinfo:
@@ -340,8 +343,8 @@ def _write(files: dict[str, str], folder: Path) -> None:
 
 
 def _ninja() -> str:
-    """Of this environment, whether or not it is active; of a folder of `pip install --target`; or
-    of the PATH.
+    """Find ninja: that of this environment, whether or not it is active; of a folder of `pip
+    install --target`; or of the PATH.
     """
     folders = [
         sysconfig.get_path("scripts"),
@@ -357,8 +360,9 @@ def _ninja() -> str:
 
 
 def _run_ninja(folder: Path, lock: int) -> None:
-    """Build what is missing or out of date, and say how far it is. If this process is killed, ninja
-    and the compilers go on and still hold the lock: hence a file for their output, and no pipe.
+    """Build what is missing or out of date, and print how far it is. If this process is killed,
+    ninja and the compilers run to their end and still hold the lock. So their output goes to a
+    file, not to a pipe.
     """
     import torch
 
@@ -381,7 +385,7 @@ def _run_ninja(folder: Path, lock: int) -> None:
             steps = re.findall(r"^(\d+ of \d+ steps): ", said, re.MULTILINE)
             if code is None and steps:
                 print(f"epmoe: {steps[-1]}, {time.monotonic() - began:.0f} s", file=sys.stderr)
-    # What the compilers said, without ninja's own lines.
+    # The output of the compilers, without ninja's own lines.
     if code:
         failed = re.sub(r"^\d+ of \d+ steps: .*\n", "", said, flags=re.MULTILINE)
         raise BuildError(f"the native library did not compile:\n{failed.strip()}")
@@ -398,8 +402,8 @@ def _check(path: Path, *, around: bool = False) -> None:
 
 
 def who_else(path: Path, *, around: bool = False) -> str | None:
-    """Which other user, except root, owns `path` or can write into it, as the end of a sentence;
-    None if there is none.
+    """Say which other user, except root, owns `path` or can write into it, as the end of a
+    sentence; None if nobody.
 
     The path need not exist. `around`: a trusted folder is in it. Its sticky bit keeps others from
     renaming what is not theirs, as in /tmp; and root works in folders of users, as containers do
@@ -423,7 +427,7 @@ def who_else(path: Path, *, around: bool = False) -> str | None:
 
 
 def _writers(found: os.stat_result) -> str | None:
-    """Who can write there besides the owner and root, if anybody."""
+    """Say who can write there besides the owner and root, if anybody."""
     if found.st_mode & stat.S_IWOTH:
         return "every user"
     if not found.st_mode & stat.S_IWGRP or found.st_gid == 0:
@@ -445,7 +449,9 @@ def _make_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[int]:
-    """Makes the file and its folder, and holds its lock, which is that of the file descriptor."""
+    """Make the lock file and its folder, and hold its lock within this context. The lock is that of
+    the file descriptor.
+    """
     try:
         _make_folder(path.parent)
         for folder in (path.parents[1], path.parent):

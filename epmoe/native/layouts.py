@@ -15,8 +15,8 @@ from epmoe.native import ops
 
 @cache
 def numbers(name: str) -> dict[str, int]:
-    """Values by name: of an enumeration of csrc or its other constants. Raises KeyError as `struct`
-    does.
+    """The values of an enumeration of csrc, or of its other constants, by name. Raises KeyError as
+    `struct` does.
     """
     return {
         key: int(value) for key, _, value in (part.partition(":") for part in _reported()[name][1:])
@@ -39,8 +39,8 @@ def bits(name: str, word: int) -> dict[str, int]:
 
 @cache
 def struct(name: str) -> type[ctypes.Structure]:
-    """A struct of csrc, with the fields that csrc/ops_layouts.cpp reports. Raises KeyError if it
-    does not report it.
+    """Make the ctypes class of a struct of csrc, with the fields that csrc/ops_layouts.cpp reports.
+    Raises KeyError if it does not report the struct.
     """
     nbytes, *described = _reported()[name]
     fields: list[tuple[str, type]] = []
@@ -59,7 +59,7 @@ def struct(name: str) -> type[ctypes.Structure]:
 
 
 def words(name: str, values: Mapping[str, int]) -> list[int]:
-    """The int64 fields of a struct in their order. Raises KeyError where `values` lacks one."""
+    """The int64 fields of a struct in their order. Raises KeyError if `values` lacks one."""
     return [values[field.partition(":")[0]] for field in _reported()[name][1:]]
 
 
@@ -70,6 +70,7 @@ def place(name: str, field: str) -> int:
 
 
 def _skip(fields: list[tuple[str, type]], begin: int, end: int) -> None:
+    """Add bytes without a name, if a field does not begin where the last one ends."""
     if begin < end:
         fields.append((f"_{begin}", ctypes.c_char * (end - begin)))
 

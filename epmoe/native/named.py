@@ -22,7 +22,7 @@ _PLAIN = frozenset({Tensor, nn.Parameter, int, bool, float, str, list, NoneType}
 
 
 class Operator:
-    """What `named` returns. Call it with the arguments of its function."""
+    """An operator that `named` has made. Call it with the arguments of its function."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.direct = function
@@ -89,7 +89,9 @@ def _function_of(
     setup_context: Callable[..., Any],
     takes_options: bool,
 ) -> type[torch.autograd.Function]:
-    """The function with its gradients. Its last argument has the options, which come by name."""
+    """Make an autograd.Function of a function and its gradients. Its last argument has the options,
+    which come by name.
+    """
 
     class Direct(torch.autograd.Function):
         @staticmethod

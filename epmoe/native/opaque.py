@@ -77,7 +77,7 @@ class Registry(Generic[_Named]):
 
 
 class Layer(Protocol):
-    """What `epmoe::moe` runs."""
+    """A layer that `epmoe::moe` can run."""
 
     layer_id: int
     """The number that `register` has returned."""
@@ -184,7 +184,7 @@ def moe(
     num_tokens: int | Tensor | None,
     extra: Tensor | None = None,
 ) -> Tensor:
-    """`layer.run` as an operator, with its arguments: what a layer calls where
+    """Run a layer as an operator, with the arguments of `run`. A layer calls it if
     `torch.compiler.is_compiling()`.
     """
     scalar, num_rows = token_count(num_tokens, x_TD.shape[0], x_TD.device)
@@ -203,6 +203,7 @@ def _moe(
     layer_id: int,
     extra: Tensor | None = None,
 ) -> Tensor:
+    """The operator `epmoe::moe`: find the layer, and run it."""
     rows = None if num_rows == x.shape[0] else num_rows
     layer: Layer = _layers.find(layer_id)
     return layer.run(x, routing, weights, rows if num_tokens is None else num_tokens, extra)
@@ -211,6 +212,7 @@ def _moe(
 def _module(
     x: Tensor, ids: Tensor, weights: Tensor, parameters: list[Tensor], layer_id: int
 ) -> Tensor:
+    """The operator `epmoe::module`: find the layer, and run its module."""
     layer: ModuleLayer = _layers.find(layer_id)
     return layer.forward(layer.module(), parameters, x, ids, weights)
 

@@ -26,11 +26,11 @@ os.register_at_fork(after_in_child=_ended.clear)
 
 
 def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
-    """A new stream of a GPU, which waits for no default stream. Any thread may call it, also while
+    """Make a stream of a GPU that waits for no default stream. Any thread may call it, also while
     another one captures a graph.
 
     It lives as long as the object that this returns, and as the work on it: it is destroyed when
-    the next one is made. Raises RuntimeError where CUDA has no room for it.
+    the next one is made. Raises RuntimeError if CUDA has no room for it.
     """
     _destroy_idle()
     index = torch.cuda.current_device() if device.index is None else device.index

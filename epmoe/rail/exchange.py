@@ -52,7 +52,7 @@ class HierarchicalExchange(Exchange):
         self.node = node
         self.memory = memory
         self.network = network
-        # What the interface offers is the node's, or the network's.
+        # Attributes of the interface are those of the node or of the network.
         self.plan = node.plan
         self.device = node.device
         self.processor = node.processor
@@ -75,6 +75,7 @@ class HierarchicalExchange(Exchange):
 
     @takes_turn
     def dispatch_send(self, call: Call) -> Sent:
+        """Send rows to the other nodes, then open the node's round."""
         self.check()
         epoch = self.rounds.next_epoch()
         template, T = self.templates.of(call)
@@ -101,6 +102,7 @@ class HierarchicalExchange(Exchange):
 
     @takes_turn
     def dispatch_recv(self, sent: Sent) -> Dispatched:
+        """Receive the rows of this node's ranks."""
         self.check()
         self.rounds.permit(sent, "dispatch_recv", "sent")
         slabs = self.slabs
@@ -155,7 +157,7 @@ class HierarchicalExchange(Exchange):
         return self._sum(dispatched)
 
     def abort_open_round(self) -> None:
-        """The other nodes get zeros, and the own node no rows.
+        """Abort the open round. The other nodes get zeros, and the own node no rows.
 
         The next dispatch waits for what is still on its way. Where the rail fails, the round stays
         open, and the next call raises the failure.
@@ -263,7 +265,7 @@ class HierarchicalExchange(Exchange):
         vars(self).pop("slabs", None)
 
     def _dispatch_inside(self, slabs: Slabs, *, tells_mismatch: bool) -> Dispatched:
-        """The node's round of dispatch, with the rows of all slabs. `tells_mismatch`: it has a
+        """Open the node's round of dispatch, with the rows of all slabs. `tells_mismatch`: it has a
         shape that the other ranks of the node notice.
         """
         node = self.node
@@ -285,8 +287,8 @@ class HierarchicalExchange(Exchange):
         self.rounds.advance()
 
     def _sum(self, dispatched: Dispatched) -> Tensor:
-        """The rest of combine: partial rows go to the nodes of their tokens, and are summed there.
-        Returns y, and raises what `poll` does.
+        """Finish combine: send partial rows to the nodes of their tokens, and sum them there.
+        Returns y. Raises what `poll` does.
         """
         slabs = self.slabs
         y = self.rounds.y
@@ -318,8 +320,8 @@ class HierarchicalExchange(Exchange):
         return y
 
     def _raise_mismatch(self, ranks: list[int], found: Mismatch) -> NoReturn:
-        """Close the round, and raise EPMismatchError for these ranks. `found` is what the slabs say
-        of it, with the tags that the error has.
+        """Close the round, and raise EPMismatchError for these ranks. `found` are the ranks' calls
+        by the slabs, with the tags that the error has.
 
         The node is told by a call of another shape, so its other ranks do not learn what differs.
         On CPUs the rail's way back is as in any round: ranks that do not know of the mismatch have

@@ -66,6 +66,7 @@ class GlooRail:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
 
     def start(self, transfer: Transfer) -> None:
+        """Start a transfer."""
         if self._ended:
             raise RailError("the rail is closed")
         # `dist.all_to_all_single` takes no deadline.
@@ -90,7 +91,7 @@ class GlooRail:
             raise RailError(str(error)) from error
 
     def wait(self, transfer: Transfer, look: Callable[[], None]) -> None:
-        """It polls, so that signal handlers of Python run."""
+        """Wait for a transfer by polling, so that signal handlers of Python run."""
         # It sleeps for longer and longer between two looks.
         (work,) = transfer.started
         deadline = time.monotonic() + self._deadlines.wait_s(returning=transfer.returning)

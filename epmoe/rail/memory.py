@@ -42,8 +42,7 @@ class FailedWords(NamedTuple):
 
 
 class RailMemory:
-    """The part of a memory plan that the network uses, and how it is divided. All buffers begin as
-    zeros.
+    """The part of a memory plan that the network uses. All buffers begin as zeros.
 
     It takes config and placement of the whole group. `others` are the other nodes, ascending, and
     `rows_per_node` is S, the most rows of a slab. `largest_block` counts elements that share a
@@ -95,7 +94,7 @@ class RailMemory:
         for table, of_placement in zip(self.tables, values, strict=True):
             table.copy_(of_placement)
 
-        # What the operators of the rail take: a `RailDescriptor`, and behind it a `RailSlot`.
+        # The descriptor of the operators of the rail: a `RailDescriptor` and a `RailSlot`.
         E, copies = self.tables[0].shape
         of_rank = {
             "E": E,

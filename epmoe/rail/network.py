@@ -94,7 +94,9 @@ class Network:
         return self.views[name].tolist()
 
     def largest(self, number: int) -> Callable[[], int]:
-        """`Exchange.largest`, over all nodes: hosts tell one another by `control`."""
+        """Find the largest number over all nodes, as `Exchange.largest`. Hosts tell one another by
+        `control`.
+        """
         self.check()
         # One number to each other rank, and one from it.
         rows = [int(rank != self.rank) for rank in range(len(self.global_ranks))]
@@ -193,7 +195,7 @@ class Network:
             latched = self.node.processor.runs_ahead
             raise EPMismatchError(error.epoch, ranks, latched, tags) from None
         except EPTimeoutError as error:
-            # What a rank of this node misses on another node is the cause.
+            # A rank that a rank of this node misses on another node is the cause.
             reported = self.reported()
             missing = self.rail.missing(reported or self.memory.of_node(error.missing_ranks))
             where = "within the node"

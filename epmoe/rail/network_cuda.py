@@ -47,15 +47,16 @@ class NetworkOnGPUs(Network):
         self.record_failure([])
 
     def start(self, transfer: Transfer) -> None:
-        """If a signal handler ends it, nobody knows what is queued: it has failed, once earlier
-        transfers have ended. Of those, too, other nodes would get leftovers.
+        """Start a transfer. If a signal handler ends the call, nobody knows what is queued. Then
+        the transfer has failed, once earlier ones have ended: the other nodes would get leftovers
+        of these, too.
         """
         try:
             super().start(transfer)
         except EPTimeoutError:
             raise
         except BaseException:
-            # What was queued before it ends first, unless this is within a capture.
+            # Transfers that were queued before end first, unless this is within a capture.
             try:
                 with suppress(RuntimeError):
                     self.node.processor.ends(LONG_S)
@@ -68,7 +69,7 @@ class NetworkOnGPUs(Network):
         self._last_stream = torch.cuda.current_stream(self.device)
 
     def wait_for_pending(self) -> None:
-        """Before a round: order it after the last one, whichever stream that was on, and after
+        """Order a round after the last one, whichever stream that was on, and after
         aborted ones.
         """
         stream = torch.cuda.current_stream(self.device)
@@ -83,8 +84,8 @@ class NetworkOnGPUs(Network):
         super().wait_for_pending()
 
     def peek(self, name: str) -> list[Any]:
-        """The driver may hold the copy back while another thread is in a copy that waits for a
-        rank. Then these are the values of the last time.
+        """Read buffers now. The driver may hold the copy back while another thread is in a copy
+        that waits for a rank. Then these are the values of the last time.
         """
 
         def copy() -> None:
@@ -98,7 +99,7 @@ class NetworkOnGPUs(Network):
         return self._peeked[_PEEKED.index(name)].tolist()
 
     def record_failure(self, found: list[int]) -> None:
-        """It also ends the transfers under way. Any thread may call it.
+        """Record a failure, and end the transfers under way. Any thread may call it.
 
         The node gets the report after the end of the transfers: the driver may have the store wait
         for it, see `peek`.

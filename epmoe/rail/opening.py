@@ -35,10 +35,10 @@ RAILS: dict[str, type[Rail]] = {"gloo": GlooRail, "nccl": NcclRail}
 
 
 def rail_of(config: EPConfig, device: torch.device) -> type[Rail]:
-    """The rail between the nodes. Raises ValueError where there is none of this name, or none for
+    """The rail between the nodes. Raises ValueError if there is none of this name, or none for
     the device.
     """
-    # Those that serve the device, of which "auto" takes the first one.
+    # Rails that serve the device. "auto" takes the first one.
     name = config.exchange.rail
     fitting = [fit for fit, rail in RAILS.items() if device.type in rail.devices]
     if not fitting:

@@ -28,7 +28,7 @@ class RailError(RuntimeError):
 
 @dataclass(eq=False, slots=True)
 class Transfer:
-    """The slabs of a transfer."""
+    """Slabs that travel together, to and from other nodes."""
 
     sent: Tensor
     """contiguous [n, …], the slabs to the other nodes behind one another, in the order
@@ -69,7 +69,7 @@ class Rail(Protocol):
         """Send slabs to the other nodes and receive theirs. Collective over the rail; waits for no
         rank.
 
-        Raises RailError where the network refuses the transfer.
+        Raises RailError if the network refuses the transfer.
         """
 
     def wait(self, transfer: Transfer, look: Callable[[], None]) -> None:

@@ -38,7 +38,9 @@ class Tokens(NamedTuple):
 
 
 class Tag(NamedTuple):
-    """What a source says of its call in each row, int32 each: `RailTag` of csrc/rail.h."""
+    """The fields by which a source describes its call in each row, int32 each: `RailTag` of
+    csrc/rail.h.
+    """
 
     D: int
     K: int
@@ -79,7 +81,7 @@ _NO_MISMATCH = Mismatch([], None, {})
 
 
 class Slabs:
-    """The slabs of one round, from dispatch to the sum. It hands back the transfers that are to
+    """The slabs of one round, from dispatch to the sum. Methods return the transfers that are to
     run.
 
     It takes a call of dispatch that was checked, whose rows have their `extra`, the round's shape,
@@ -141,7 +143,7 @@ class Slabs:
         self.out = Transfer(sent, received, self.rows_of_nodes, room)
 
     def inside_call(self, rows: Tokens, extra: Extra | None) -> Call:
-        """The call of the node's dispatch, with `rows` or `no_rows` and their `extra`, or with
+        """Make the call of the node's dispatch, with `rows` or `no_rows` and their `extra`, or with
         `smallest_rows`.
         """
         shape = self.shape
@@ -188,8 +190,8 @@ class Slabs:
         )
 
     def mismatch(self) -> Mismatch:
-        """Once the rows are here: the calls on this rail that differ from this rank's. A host with
-        a GPU learns of them later, by "rail.noticed".
+        """Find the calls on this rail that differ from this rank's, once the rows are here. A host
+        with a GPU learns of them later, by "rail.noticed".
         """
         memory = self.memory
         rows = self._space()[self.slab_rows :]
@@ -230,7 +232,7 @@ class Slabs:
     def _traits(self, tag: Tag) -> Traits:
         """What a tag says, on CPUs."""
         extra = self.memory.may_have_extra
-        # Of this round, the stamp is the length of a slab.
+        # A stamp of this round is the length of a slab.
         rows = (tag.stamp - self.epoch * _PRIME) % 2**31
         slab_rows: int | str = rows
         if rows > self.memory.rows_per_node:
@@ -238,8 +240,8 @@ class Slabs:
         return call_of(tag.D, tag.K, tag.dtype, extra=extra, at_most=slab_rows)
 
     def rows(self) -> Tokens:
-        """The tokens of all slabs, for the dispatch of the node: views of the slabs, in which the
-        `extra` of a row lies behind it.
+        """View the tokens of all slabs, for the dispatch of the node. The `extra` of a row lies
+        behind it.
         """
         slot = self.memory.slot
         payload = self.memory.payload
@@ -297,9 +299,9 @@ class Slabs:
     def _transfer_back(
         self, partial: Tensor, aborted: int, mismatch: int, nobody: list[int], *, reads: bool
     ) -> Transfer:
-        """The way back of `partial`, whose first slab stays here. `nobody` are nodes that get no
-        row, and `reads` says whether this rank reads what comes. The notes are those of
-        `nothing_back`.
+        """Make the transfer back of `partial`, whose first slab stays here. `nobody` are nodes that
+        get no row, and `reads` says whether this rank reads the received rows. The notes are those
+        of `nothing_back`.
         """
         returned = self.memory.views["rail.returned"]
         one_each = self.memory.one_each()
@@ -327,7 +329,9 @@ class Slabs:
         return self._back
 
     def _with_notes(self, slabs: Tensor, aborted: int, mismatch: int, nobody: list[int]) -> Tensor:
-        """Slabs for the other nodes but `nobody`, each with a row more that holds two words."""
+        """Make slabs for the other nodes except `nobody`. Each has one row more, which holds two
+        words.
+        """
         note = slabs.new_zeros(1, self.D)
         words = torch.tensor((aborted, mismatch)).view(torch.uint8)
         note.view(torch.uint8)[0, :_NOTE_BYTES] = words
@@ -340,7 +344,7 @@ class Slabs:
         return torch.cat(parts)
 
     def reports(self) -> Reports:
-        """From the notes behind the partial rows, which GPUs do not have."""
+        """Read the notes behind the partial rows, which GPUs do not have."""
         aborted = list[int]()
         differing = set[int]()
         if not self.notes:
@@ -369,8 +373,8 @@ class Slabs:
         )
 
     def _slabs(self) -> Tensor:
-        """The slots of all slabs, without gaps. Short slabs of three and more nodes have gaps, and
-        are copied.
+        """View the slots of all slabs, without gaps. Short slabs of three and more nodes have gaps,
+        and are copied.
         """
         space = self._space()
         n = self.slab_rows

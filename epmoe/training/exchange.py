@@ -46,7 +46,7 @@ def fits_graphs() -> bool:
 
 
 class Pending(NamedTuple):
-    """What combine and the backward pass need of a dispatch, besides the rows."""
+    """The values of a dispatch, besides its rows, that combine and the backward pass need."""
 
     round_tag: Tensor
     ids: Tensor
@@ -59,7 +59,7 @@ class Pending(NamedTuple):
 
 
 class Opening(NamedTuple):
-    """What a call says of its round besides tokens, checked."""
+    """The checked arguments of a call that open its round, besides tokens."""
 
     num_tokens: Tensor | None
     """a scalar on the device; None: `num_real` holds"""
@@ -271,8 +271,8 @@ class TrainingExchange:
         return Opening(tokens, num_real, self._num_rows(num_rows, alignment), aligned)
 
     def combine(self, expert_rows: Tensor, routed: Routed) -> Tensor:
-        """The sum over each token's experts: y [T, D] in the dtype of x. Collective; closes the
-        round `routed`.
+        """Sum the outputs of each token's experts: y [T, D] in the dtype of x. Collective; closes
+        the round `routed`.
 
         `expert_rows` are the experts' outputs [N, D] in the dtype and order of `routed.rows`. Rows
         without a pair may hold anything. Errors are those of `ExpertParallel.combine`, and
@@ -313,8 +313,8 @@ class TrainingExchange:
     def giving_up(
         self, tag: int, weights_on: WeightsOn, shape: Callable[[], RoundShape]
     ) -> Iterator[None]:
-        """`ExpertParallel.giving_up` of a forward round. Where the block raises, this rank calls
-        `skip` with what `shape` returns and the other two arguments.
+        """Run a forward round within this context, with `ExpertParallel.giving_up`. If the block
+        raises, this rank calls `skip` with what `shape` returns and the other two arguments.
         """
         if torch.compiler.is_compiling():
             yield
@@ -335,8 +335,8 @@ class TrainingExchange:
         weights_on: WeightsOn,
         shape: Callable[[], RoundShape],
     ) -> None:
-        """What `giving_up` does with an exception. `exchange` is that of `ep` where the block
-        began, and `before` its count of rounds there.
+        """Give a round up after an exception, as `giving_up` does. `exchange` is that of `ep` where
+        the block began, and `before` its count of rounds there.
         """
         try:
             exchange.give_up(before, lambda: self.skip(shape(), weights_on=weights_on, tag=tag))

@@ -26,6 +26,7 @@ def keep_order(*operators: OpOverload) -> None:
 
 
 def _lowered(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
+    """Lower an operator as torch does, and let it follow the last operator with effects."""
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 

@@ -52,8 +52,8 @@ def problem_with(ep: ExpertParallel) -> str | None:
 
 
 def spread(module: nn.Module, ep: ExpertParallel) -> nn.Module:
-    """Make DTensors [E, …] of a module's parameters [e, …], of which this rank keeps its own rows,
-    in their memory.
+    """Make DTensors [E, …] of a module's parameters [e, …], in their memory. This rank keeps its
+    own rows.
 
     DTensors say to DDP, optimizers, checkpoints and other tools of torch that ranks have different
     experts. A `MoELayer` spreads its `GroupedExperts` itself. In a group of one rank nothing
@@ -151,7 +151,7 @@ def eps_of(module: nn.Module) -> list[ExpertParallel]:
 
 
 def ignore_experts(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
-    """Say to `DistributedDataParallel(module)` that ranks have different experts, which it refuses
+    """Tell `DistributedDataParallel(module)` that ranks have different experts, which it refuses
     otherwise.
 
     The gradients of the experts are divided by the number of ranks from now on, as DDP divides the
@@ -183,7 +183,7 @@ def ignore_experts(module: nn.Module, process_group: dist.ProcessGroup | None = 
 
 
 def fully_shard(module: nn.Module, **options: Any) -> nn.Module:
-    """torch's `fully_shard` of all but the experts, which stay with their ranks.
+    """Shard all but the experts by torch's `fully_shard`. Experts stay with their ranks.
 
     It also shards each layer with a router by itself, so that `mp_policy` does not cast routers:
     the choice of experts needs their precision. The gradients of the experts are divided by the
@@ -244,7 +244,8 @@ def fully_shard(module: nn.Module, **options: Any) -> nn.Module:
 def clip_grad_norm_(
     module: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """torch's `clip_grad_norm_` over all parameters of a model, with one norm on all ranks.
+    """Clip the gradients of all parameters of a model as torch's `clip_grad_norm_` does, with one
+    norm on all ranks.
 
     The gradients must be complete. Each parameter counts once: experts on the ranks that hold them,
     all others as all ranks have them, sharded or not. Collective over the ranks of the experts.
@@ -291,8 +292,8 @@ def clip_grad_norm_(
 
 
 def unspread(ep: ExpertParallel, experts: object, *, frozen: bool = False) -> list[str]:
-    """Parameters of this rank alone of which nothing tells torch's tools: those that train, or all
-    with `frozen`.
+    """The parameters of experts that only this rank has, although torch's tools are not told so:
+    those that train, or all with `frozen`.
     """
     # Without copies, one rank has all experts.
     alone = ep.size == 1 and ep.placement.num_physical_experts == ep.placement.num_experts
@@ -306,8 +307,8 @@ def unspread(ep: ExpertParallel, experts: object, *, frozen: bool = False) -> li
 
 
 def check_spread(ep: ExpertParallel, experts: object) -> None:
-    """Raises RuntimeError where a call has gradients, but torch's tools do not know whose experts
-    these are.
+    """Raise RuntimeError if a call has gradients, but torch's tools do not know that ranks have
+    different experts.
     """
     plain = unspread(ep, experts, frozen=True)
     if plain:
@@ -331,7 +332,7 @@ def _watch_optimizers() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Raises RuntimeError or ValueError for optimizers, or state, that would be wrong for experts.
+    """Raise RuntimeError or ValueError for optimizers, or state, that would be wrong for experts.
 
     Where torch may choose, it takes `foreach` on GPUs, which refuses parameters of several meshes:
     such a group does without.
@@ -378,14 +379,14 @@ _UNFIT = {
 
 
 def _ranks_of(mesh: DeviceMesh) -> list[int]:
-    """The global ranks of a mesh, without their places."""
+    """The global ranks of a mesh, in one list."""
     ranks: list[int] = mesh.mesh.flatten().tolist()
     return ranks
 
 
 def _average(module: nn.Module, ranks: list[int]) -> None:
-    """From now on, gradients of the experts are divided by the number of these global ranks, which
-    average them. Raises ValueError where experts are spread over other ranks.
+    """Divide gradients of the experts, from now on, by the number of these global ranks, which
+    average them. Raises ValueError if experts are spread over other ranks.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -419,8 +420,8 @@ def _average(module: nn.Module, ranks: list[int]) -> None:
 
 
 def _check_own_experts(owner: nn.Module) -> None:
-    """Raises ValueError where a module with a `TrainingExchange` has experts that are not spread,
-    which DDP and FSDP would take for alike on all ranks.
+    """Raise ValueError if a module with a `TrainingExchange` has experts that are not spread. DDP
+    and FSDP would take them for equal on all ranks.
     """
     for value in vars(owner).values():
         if not isinstance(value, TrainingExchange) or value.ep.size == 1:
@@ -436,7 +437,7 @@ def _check_own_experts(owner: nn.Module) -> None:
 def _norm(
     gradients: list[Tensor], norm_type: float, layout: Any, device: torch.device | None
 ) -> Tensor:
-    """The norm over all ranks, fp32, of gradients of which this rank has these parts."""
+    """The norm, fp32, over all ranks of gradients of which this rank has these parts."""
     norm = nn.utils.get_total_norm(gradients, norm_type).to(device, torch.float32)
     if layout is None:
         return norm

@@ -222,7 +222,7 @@ def _(
 
 
 class _Zeros(NamedTuple):
-    """What a tensor of zeros is made of."""
+    """The shape, dtype and device of a tensor of zeros."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -237,6 +237,7 @@ class _Zeros(NamedTuple):
 
 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keep what the gradients need."""
     x, ids, weights, *_, ctx.number = inputs
     ctx.T = x.shape[0]
     ctx.K = ids.shape[1]
@@ -253,6 +254,7 @@ def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _dispatch_gradients(
     ctx: Any, rows: Any, offsets: Any, tokens: Any, row_weights: Any, round_tag: Any
 ) -> Any:
+    """Run `train_dispatch_backward` for a node of dispatch."""
     # The round that combine's backward pass has opened is closed in any case.
     if rows is None:
         rows = ctx.rows.make()
@@ -265,6 +267,7 @@ def _dispatch_gradients(
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Keep what the gradients need, and count the backward round as owed."""
     (
         expert_rows,
         row_weights,
@@ -292,6 +295,7 @@ def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _combine_gradients(ctx: Any, grad_y: Tensor) -> Any:
+    """Run `train_combine_backward` for a node of combine."""
     saved = ctx.saved_tensors
     _, row_weights, *_ = saved
     # Where only gradients of the experts are asked for, dispatch's backward pass does not run. The

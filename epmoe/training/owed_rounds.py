@@ -128,7 +128,7 @@ class OwedRounds:
     """
 
     def __init__(self) -> None:
-        # By combine's node, while its graph lives.
+        # The owed round of each node of combine, while its graph lives.
         self._by_node = WeakKeyDictionary[Any, OwedRound]()
         # Passes that run, by the number that autograd's engine gives them.
         self._passes = WeakValueDictionary[int, BackwardPass]()

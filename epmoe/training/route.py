@@ -64,8 +64,8 @@ def counted(
     num_tokens: Any = None,
     **options: Any,
 ) -> Routing:
-    """`route` of a layer, whose sanitised rows count in the health of the exchange with this
-    number, 0 for none.
+    """`route` of a layer. Its sanitised rows count in the health of the exchange with this number;
+    0: in none.
     """
     if not isinstance(logits, Tensor) or logits.dim() != 2:
         raise TypeError(f"`logits` must be fp32, fp16 or bf16 [T, E], got {describe(logits)}")
@@ -98,7 +98,9 @@ def train_route(
     routed_scaling_factor: float = 1.0,
     id_dtype: torch.dtype = torch.int32,
 ) -> tuple[Tensor, Tensor]:
-    """ids [T, K] and weights fp32 [T, K]."""
+    """Route, or weigh the given `ids`. Returns ids [T, K] and weights fp32 [T, K]. Other arguments
+    are those of `route` and `counted`.
+    """
     real_tokens = num_real if num_tokens is None else num_tokens
 
     # A choice of its own counts in the health of the exchange; given ids are not this layer's.
@@ -148,8 +150,8 @@ def _(
 def _scores(
     logits: Tensor, ids: Tensor, real: Tensor, scoring: str, renormalize: bool, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """fp64 scores [T, E], those of the chosen [T, K] that are `real`, and what divides these [T,
-    1].
+    """Compute fp64 scores [T, E], those of the chosen pairs that are `real`, [T, K], and the
+    numbers that divide these, [T, 1].
     """
     # Scores of all experts. What is not finite counts as 0.
     wide_TE = logits.double()
@@ -173,6 +175,7 @@ def _save(
     keyword_only_inputs: dict[str, Any],
     output: tuple[Tensor, Tensor],
 ) -> None:
+    """Keep what the gradients need."""
     options = keyword_only_inputs
     scoring = options["scoring"]
     renormalize = options["renormalize"]
@@ -197,8 +200,8 @@ class Weighing(NamedTuple):
 def route_gradient(
     grad_TK: Tensor, logits: Tensor, ids: Tensor, weights: Tensor, weighing: Weighing
 ) -> Tensor:
-    """The gradients [T, E] of the logits by those of weights [T, K] that `route` has given. They
-    have no gradients.
+    """Compute the gradients [T, E] of the logits from those of weights [T, K] that `route` has
+    given. They have no gradients themselves.
     """
     grad_TE: Tensor = ops.route_backward(
         grad_TK.float().contiguous(), contiguous_rows(logits), ids, weights, *weighing
@@ -207,8 +210,8 @@ def route_gradient(
 
 
 def _gradients(ctx: Any, _: None, grad_TK: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients of the logits, in fp64: scores may vanish, and differences of
-    gradients, too.
+    """Compute the gradients of the logits, in fp64, since scores and differences of gradients may
+    vanish.
     """
     if grad_TK is None:
         return (None,) * 7

@@ -216,6 +216,9 @@ def _without_gradients(grads: Trained) -> list[Tensor | None]:
 def _forward(
     ctx: Any, call: Forward, inputs: Trained
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Run the layer, and keep what the backward pass needs. Returns y, ids, weights, logits and the
+    tokens of each local expert.
+    """
     step = call.step
     directions = call.directions
     opening = call.opening
@@ -278,6 +281,7 @@ def _forward(
 def _backward(
     ctx: Any, grad_y: Tensor | None, grad_weights: Tensor | None, grad_logits: Tensor | None
 ) -> Trained:
+    """Run the backward round, and compute the gradients of all inputs."""
     tensors = ctx.saved_tensors
     saved = Saved(*tensors[: len(Saved._fields)])
     kept = Kept(*tensors[len(Saved._fields) :])

@@ -18,7 +18,9 @@ from epmoe.service import ExpertParallel
 
 
 class Wrappers:
-    """Those of the models in whose modules an exchange is an attribute. Each is checked once."""
+    """Checks torch's wrappers of models in which an exchange is an attribute of a module. Each
+    wrapper is checked once.
+    """
 
     def __init__(self, exchange: object, ep: ExpertParallel) -> None:
         self._exchange = exchange
@@ -27,8 +29,8 @@ class Wrappers:
         self._modules_with_state = 0
 
     def check(self) -> None:
-        """Raises RuntimeError where a wrapper of torch takes experts for alike on all ranks: the
-        DDP whose forward pass runs, or `fully_shard` of a model.
+        """Raise RuntimeError if a wrapper of torch takes experts for equal on all ranks: the DDP
+        whose forward pass runs, or `fully_shard` of a model.
         """
         if self._ep.size == 1:
             return
@@ -46,6 +48,7 @@ class Wrappers:
             self._modules_with_state = len(_module_state_mapping)
 
     def _check_ddp(self, wrapper: DistributedDataParallel) -> None:
+        """Raise RuntimeError if DDP has given all ranks the experts of rank 0."""
         for name, _, _ in self._unspread(wrapper.module):
             if name not in wrapper.parameters_to_ignore:
                 raise RuntimeError(
@@ -55,6 +58,7 @@ class Wrappers:
                 )
 
     def _check_fsdp(self) -> None:
+        """Raise RuntimeError if torch's `fully_shard` has mixed the experts of ranks."""
         sharded = _sharded_parameters()
         for module in list(_module_state_mapping):
             if module in self._checked:
@@ -83,8 +87,8 @@ class Wrappers:
                 yield prefix + name, owner.get_submodule(module_path), own_name
 
     def _mixes_ranks(self, sharded: Tensor) -> bool:
-        """Whether a parameter is cut over several ranks of the group, which have other experts. Its
-        replicas have the same.
+        """Whether a parameter is cut over several ranks of the group. These have different experts,
+        but replicas have the same.
         """
         if self._ep.group is None:
             return False
@@ -94,8 +98,8 @@ class Wrappers:
 
 
 def _sharded_parameters() -> dict[tuple[nn.Module, str], Tensor]:
-    """What `fully_shard` has sharded, by modules and names. Modules themselves have whole
-    parameters while their forward pass runs.
+    """The parameters that `fully_shard` has sharded, by modules and names. While a forward pass
+    runs, modules themselves have complete parameters.
     """
     from torch.distributed.fsdp import FSDPModule
 

@@ -70,8 +70,8 @@ def check(folder: Path, config: EPConfig) -> None:
 
 
 def tokenizer_of(folder: Path, vocabulary: int) -> tuple[Encode, Decode]:
-    """The functions of the tokenizer in `folder`. Without one, ids are bytes of the text, and are
-    shown as numbers.
+    """Load the functions of the tokenizer in `folder`. Without one, ids are bytes of the text, and
+    are shown as numbers.
     """
     files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
     if any((folder / name).exists() for name in files):

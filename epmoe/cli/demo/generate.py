@@ -159,7 +159,7 @@ def _watched(
 
 
 def _checks(by_rank: dict[str, list[Any]], is_ours: bool) -> list[Check]:
-    """The model of all ranks must say what that of one process does."""
+    """Compare what the model says on all ranks with what it says in one process."""
     # `max` of a tensor is NaN if any error is.
     error = torch.tensor(by_rank["errors"]).max().item()
     limit = LOGIT_TOLERANCE
@@ -182,7 +182,7 @@ def _tokenizer(name: str, path: str) -> tuple[Encode, Decode]:
 
 
 def make_tokenizer() -> Tokenizer:
-    """A BPE tokenizer of ASCII text, trained on `PROMPTS`. Every token of it can be printed."""
+    """Train a BPE tokenizer of ASCII text on `PROMPTS`. All its tokens can be printed."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -199,8 +199,8 @@ def make_tokenizer() -> Tokenizer:
 
 @contextmanager
 def saved_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Iterator[str]:
-    """The folder of a new checkpoint of model `name`; all ranks, which must be on one machine, get
-    the same folder.
+    """Make a new checkpoint of model `name`, and return its folder: the same one on all ranks,
+    which must be on one machine.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -221,8 +221,8 @@ def saved_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32)
 
 
 def _load_distributed(path: str, size: int, device: str) -> PreTrainedModel:
-    """The model in `path` on `device`, with its experts spread over `size` ranks; each rank brings
-    its own batch.
+    """Load the model in `path` on `device`, with its experts spread over `size` ranks. Each rank
+    brings its own batch.
 
     A rank holds its share of the expert weights. It holds all of them where transformers has no EP
     implementations yet, or would choose another device: with a DistributedConfig it takes the
@@ -245,8 +245,8 @@ def _load(path: str, **options: Any) -> PreTrainedModel:
 def generate(
     model: PreTrainedModel, ids: torch.Tensor, max_new_tokens: int, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens [n] that greedy decoding appends to `ids` [1,T], and the logits [n,V] of each
-    step.
+    """Decode greedily. Returns the tokens [n] that follow `ids` [1, T], and the logits [n, V] of
+    each step.
     """
     # With `min_new_tokens` it goes past the end of a text, so that runs can be compared.
     lengths = {"max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens}

@@ -147,7 +147,7 @@ def _config(
     payload: PayloadName,
     live: dict[str, Any] | None,
 ) -> EPConfig:
-    """The configuration of such layers. Raises ValueError and ConfigError where SGLang's settings,
+    """The configuration of such layers. Raises ValueError and ConfigError if SGLang's settings,
     or variables of the environment, do not fit.
     """
     E = layer.num_experts
@@ -186,7 +186,7 @@ def _config(
 
 def _location(layer: Any) -> ExpertLocationMetadata:
     """Where SGLang loads the experts, logical ones and, by --ep-num-redundant-experts, copies of
-    the first ones: as epmoe begins. Raises ValueError where experts cannot move.
+    the first ones: as epmoe begins. Raises ValueError if experts cannot move.
     """
     moe = get_exec().moe
     location = get_global_expert_location_metadata()

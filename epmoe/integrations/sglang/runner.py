@@ -29,7 +29,7 @@ __all__ = ["EpmoeRunnerCore", "make_runner_core", "register_experts"]
 def register_experts() -> None:
     """Have SGLang ask `make_runner_core` for the experts of each layer.
 
-    Raises ValueError where another plugin has registered experts for this backend.
+    Raises ValueError if another plugin has registered experts for this backend.
     """
     register_moe_runner_core(MoeRunnerBackend.DEEP_GEMM.value, make_runner_core)
 

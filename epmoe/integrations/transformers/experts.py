@@ -63,7 +63,7 @@ def trains(experts: Any, parameters: list[Tensor], x: Tensor, weights: Tensor) -
     """Whether autograd wants a backward pass. Ranks agree on it, since they run the same model.
 
     `parameters` are those that the call takes of the module: a parametrization, such as PEFT's,
-    makes tensors that require grad of frozen parameters. Raises RuntimeError where the module is
+    makes tensors that require grad of frozen parameters. Raises RuntimeError if the module is
     quantized.
     """
     if not wants_gradients(chain((x, weights), parameters, experts.parameters())):
@@ -166,7 +166,7 @@ def _stage(experts: Any, up: Tensor, down: Tensor, has_function: bool) -> Stage:
     between the products.
     """
     same_bits = has_function or experts.training and not fp8.is_quantized(experts)
-    # What the choice of a GEMM depends on.
+    # The choice of a GEMM depends on these.
     layout: list[object] = [same_bits]
     for weight in (up, down):
         place = (weight.device, weight.stride(), weight.data_ptr() % 16)

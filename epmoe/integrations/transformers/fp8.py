@@ -25,7 +25,7 @@ def is_quantized(experts: Any) -> bool:
 
 
 def check(experts: Any) -> None:
-    """Raises ValueError unless epmoe takes the quantized module. The message names what it does not
+    """Raise ValueError unless epmoe takes the quantized module. The message names what it does not
     take.
     """
     problem = _problem(experts)
@@ -85,7 +85,7 @@ def _problem(experts: Any) -> str | None:
         return f"blocks of {' × '.join(map(str, block))}"
     if scales not in (torch.float32, torch.float8_e8m0fnu):
         return f"scales in {dtype_name(scales)}"
-    # What the experts compute.
+    # The function of the experts.
     if not experts.has_gate:
         return "no gate"
     if experts.has_bias:

@@ -269,7 +269,7 @@ def _is_ours(kernel: FusedMoEKernel | None) -> bool:
 
 
 def _check(choice: Choice, moe: FusedMoEConfig) -> None:
-    """Raise ConfigError where vLLM's settings, or its experts, do not go with the choice."""
+    """Raise ConfigError if vLLM's settings, or its experts, do not go with the choice."""
     # vLLM's own balancer moves experts and makes copies of them.
     config = get_current_vllm_config()
     live = choice.live

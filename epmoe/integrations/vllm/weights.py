@@ -112,7 +112,7 @@ class VersionEngine(WeightTransferEngine[FolderInfo, VersionInfo]):
         """Take the folder, which is made where it is not there yet.
 
         Raises ValueError in a release that epmoe was not tried with, and where vLLM's ranks have
-        stages of a pipeline, or copies of experts; and PermissionError where another user owns the
+        stages of a pipeline, or copies of experts; and PermissionError if another user owns the
         folder, or can write into it.
         """
         problem = release.problem()
@@ -141,7 +141,7 @@ class VersionEngine(WeightTransferEngine[FolderInfo, VersionInfo]):
 
         If this raises before a weight has changed, the former ones serve on: TimeoutError where the
         version has not come, FileNotFoundError where it has gone, NotFiniteError where it has NaN
-        or Inf, and ValueError where it does not fit; RuntimeError or ValueError on the other ranks.
+        or Inf, and ValueError if it does not fit; RuntimeError or ValueError on the other ranks.
         EPTimeoutError names ranks that are missing. After an error of vLLM's loaders on a rank,
         which is raised on all, weights are mixed: call this again, or end vLLM.
         """
@@ -166,7 +166,7 @@ class VersionEngine(WeightTransferEngine[FolderInfo, VersionInfo]):
         """Nothing: no version stays mapped between two calls."""
 
     def _layers(self, version: Version) -> dict[str, RoutedExperts]:
-        """vLLM's layers of experts by the names of the trainer's. Raises ValueError where they do
+        """vLLM's layers of experts by the names of the trainer's. Raises ValueError if they do
         not fit.
         """
         modules = {}
@@ -228,7 +228,7 @@ def _await_version(peers: Peers, folder: Path, wanted: VersionInfo) -> None:
 
 
 def _check_layer(version: Version, name: str, layer: RoutedExperts) -> None:
-    """Raises ValueError where vLLM's layer has other experts, or weights in a format of its own."""
+    """Raise ValueError if vLLM's layer has other experts, or weights in a format of its own."""
     moe = layer.moe_config
     check_all_experts(version, name, moe.num_experts)
     # As the checkpoint was laid out, before vLLM's kernels laid it out anew.
@@ -260,7 +260,7 @@ def _check_layer(version: Version, name: str, layer: RoutedExperts) -> None:
 
 
 def _check_finite(version: Version, layers: dict[str, RoutedExperts]) -> None:
-    """Raises NotFiniteError, which says where the first value is that is not finite in vLLM."""
+    """Raise NotFiniteError, which says where the first value is that is not finite in vLLM."""
     for name, layer in layers.items():
         dtype = get_layerwise_info(layer).restore_metadata[0]["w13_weight"].dtype
         for expert in _own_experts(version.experts[name], layer):

@@ -22,8 +22,8 @@ _DRAWS = 4  # rows by which `place_matters` finds out
 
 
 class Blocks(Loop):
-    """Blocks of one shape, expert by expert, on CPUs. Rows of a block that are not needed cost time
-    only.
+    """A GEMM that multiplies blocks of one shape, expert by expert, on CPUs. Rows of a block that
+    are not needed only cost time.
     """
 
     name = "blocks"
@@ -66,9 +66,8 @@ def multiply_blocks(rows: Tensor, weights: Tensor, out: Tensor) -> None:
 
 @functools.cache
 def place_matters(dtype: torch.dtype, n: int, k: int) -> ValueError | None:
-    """Why the bits of a row [k] times weights [n, k]ᵀ, or of its gradient, a row [n] times weights
-    [n, k], depend on its place in a block; None if they do not. It multiplies blocks of equal rows:
-    no library documents the property, so the CPU's own is asked.
+    """Check whether the bits of a row's product depend on the row's place in a block. Returns why,
+    or None if they do not.
     """
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(n, k, generator=generator, device="cpu").to(dtype)

@@ -49,7 +49,9 @@ class DeepGemm(Gemm):
         return _problem_with_version(down.dtype == FP8, down.get_device())
 
     def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
-        """The largest block that fits is the fastest where experts have many rows."""
+        """Multiply by DeepGEMM. The largest block that fits is the fastest if experts have many
+        rows.
+        """
         library = importlib.import_module("deep_gemm")
         values, _ = weights
         out = values.new_empty(len(rows[0]), values.shape[1], dtype=torch.bfloat16)
@@ -68,7 +70,9 @@ class DeepGemm(Gemm):
 
 @functools.cache
 def _problem_with_version(fp8: bool, device: int) -> Exception | None:
-    """Why the installed version does not work with this torch, or None: a tiny product is right."""
+    """Check by a tiny product that the installed version works with this torch. Returns why it does
+    not, or None.
+    """
     e = 2
     n = 256
     block = DeepGemm.block
@@ -81,7 +85,7 @@ def _problem_with_version(fp8: bool, device: int) -> Exception | None:
     parts = [part @ expert.T for part, expert in zip(x_ND.split(block), weights, strict=True)]
     wanted = torch.cat(parts)
 
-    # The same by the library, with scales of 1.
+    # Compute the same by the library, with scales of 1.
     place = torch.device("cuda", device)
     ends = torch.tensor([block, rows], dtype=torch.int32, device=place)
     dtype = torch.bfloat16
@@ -103,7 +107,7 @@ def _problem_with_version(fp8: bool, device: int) -> Exception | None:
         # It says nothing of the library, and must not be cached.
         raise
     except Exception as reason:
-        # Of a library that may be of any version.
+        # The library may be of any version, and raise anything.
         error = f"{type(reason).__name__}: {reason}"
     if error is None:
         return None
@@ -115,8 +119,8 @@ def _problem_with_version(fp8: bool, device: int) -> Exception | None:
 
 @contextmanager
 def _block(library: ModuleType, rows: int) -> Iterator[None]:
-    """Let DeepGEMM's blocks have so many rows within it; other users of the library keep what they
-    have set.
+    """Let DeepGEMM's blocks have so many rows within this context. Other users of the library keep
+    what they have set.
     """
     layout = library.utils.layout
     before = layout.get_mk_alignment_for_contiguous_layout()

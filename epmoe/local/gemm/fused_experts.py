@@ -21,7 +21,7 @@ from epmoe.local.weight_formats import FP8_BLOCKS
 from epmoe.native import ops
 from epmoe.native.arguments import FP8
 
-# Of a rank: their table lies in shared memory.
+# Experts of a rank: their table lies in shared memory.
 _MOST_EXPERTS = 1024
 # Rows of an expert, on average, with the fast memory of H200; H100 was not measured. What was is in
 # docs/experiments.md, "Experts with few rows".

@@ -222,7 +222,7 @@ class Gemm(ABC):
         return True
 
     def refuse_capture(self, weights: Tensor) -> None:
-        """Raise RuntimeError where the current stream captures a CUDA graph, and this GEMM would
+        """Raise RuntimeError if the current stream captures a CUDA graph, and this GEMM would
         wait for the host. CUDA's own error would not say why, and would end the capture.
         """
         # Compilers have no such question: what they trace may be captured later.

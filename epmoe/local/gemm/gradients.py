@@ -81,8 +81,8 @@ def _(grad: Tensor, rows: Tensor, offsets: Tensor, gemm: str) -> Tensor:
 
 
 def bias_gradients(grad: Tensor, factors: Tensor | None, offsets: Tensor, gemm: str) -> Tensor:
-    """[e, n]: the sum over each expert's rows of grad [N, n], times the factor of the row, fp32
-    [N], or 1.
+    """Sum grad [N, n] over each expert's rows, each times the factor of the row, fp32 [N], or 1.
+    Returns [e, n].
     """
     # The gradient of weights [e, n, 1] for rows of one element, the factor.
     if factors is None:
@@ -108,7 +108,7 @@ def _(bias: Tensor, offsets: Tensor, num_rows: int, gemm: str) -> Tensor:
 def _save_gemm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     rows, weights, offsets, ctx.gemm = inputs
     needs_rows, needs_weights, *_ = ctx.needs_input_grad
-    # What only a frozen part would need is not kept.
+    # Keep nothing that only a frozen part would need.
     ctx.save_for_backward(rows if needs_weights else None, weights if needs_rows else None, offsets)
 
 

@@ -30,7 +30,7 @@ from epmoe.native.arguments import MXFP4
 _STEPS = {torch.bfloat16: 8, MXFP4: 64}
 # Addresses and strides are multiples of it.
 _BYTES = 16
-# Of one rank: their table is in shared memory.
+# Experts of a rank: their table is in shared memory.
 _MOST_EXPERTS = 512
 
 

@@ -34,7 +34,8 @@ def call_of(D: int, K: int, dtype: int, *, extra: bool, **more: object) -> Trait
 
 
 def calls_of(views: Mapping[str, Tensor], counted: Peek, extra: bool = False) -> list[Traits]:
-    """[R] of the last round, by source; [] from a GPU that has failed. See `call_of`.
+    """The calls of the last round, [R] by source; [] from a GPU that has failed, and while a graph
+    is captured. See `call_of`.
 
     `counted` reads "recv.counts" of `views`, which only GPUs have.
     """

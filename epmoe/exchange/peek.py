@@ -14,8 +14,8 @@ LONG_S = 0.2
 
 
 class Peek(ABC):
-    """Copies of buffers on the host. The buffers are contiguous and of one device. Any thread may
-    read, and a signal handler during a read.
+    """Copies buffers to the host. On a GPU the copies travel by the copy engines, on a stream that
+    no kernel is on.
     """
 
     def read(self) -> list[Tensor]:
@@ -26,4 +26,4 @@ class Peek(ABC):
 
     @abstractmethod
     def read_within(self, timeout_s: float) -> list[Tensor] | None:
-        """The same; None where no copy has come in time."""
+        """Read as `read` does; None if no copy has come in time."""

@@ -162,7 +162,9 @@ class LateStage(NamedTuple):
 
 
 class Watch(Protocol):
-    """Whether the kernels of an exchange begin, on its processor."""
+    """Watches whether kernels begin, by copies of the state on streams and past them. It waits for
+    no copy.
+    """
 
     first_look_s: float
     """the time of the first look"""

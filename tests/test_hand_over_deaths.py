@@ -37,11 +37,12 @@ TRAINER_STATES = {
     "removes an old one": (Path, "unlink", lambda path, **_: path.name.startswith("v"), True),
     "offers": (versions.Handout, "keep", lambda *_: True, True),
 }
+LAST_LAYER = str(LAYERS - 1)
 SERVER_STATES = {
     "maps": (receiver, "map_version", lambda *_: True, False),
     "has fetched": (versions, "fetch_descriptor", lambda *_: True, True),
     "has mapped": (receiver, "map_version", lambda *_: True, True),
-    "copies": (WeightReceiver, "_held_experts", lambda _, name: name.endswith(str(LAYERS - 1)), True),
+    "copies": (WeightReceiver, "_held_experts", lambda _, layer: layer.endswith(LAST_LAYER), True),
     "has staged": (WeightReceiver, "_post", lambda _, word, __: word >= receiver._STAGED, True),
     "flips": (WeightReceiver, "_flip", lambda *_: True, False),
     "has flipped": (WeightReceiver, "_flip", lambda *_: True, True),

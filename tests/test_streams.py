@@ -7,6 +7,9 @@ from __future__ import annotations
 import gc
 import itertools
 import re
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event, Thread
@@ -63,7 +66,7 @@ class Driver:
         return True
 
 
-class External:
+class External(streams.EndsWithItsOwner):
     """In place of torch's, which needs CUDA."""
 
     def __init__(self, handle: int, device: torch.device) -> None:
@@ -75,7 +78,7 @@ def driver(monkeypatch) -> Driver:
     driver = Driver()
     monkeypatch.setattr(streams, "ops", driver)
     monkeypatch.setattr(streams, "_ended", type(streams._ended)())
-    monkeypatch.setattr(torch.cuda, "ExternalStream", External)
+    monkeypatch.setattr(streams, "_OwnStream", External)
     return driver
 
 
@@ -109,7 +112,7 @@ def test_a_forked_child_destroys_nothing(driver, monkeypatch):
     # `os.register_at_fork` has the method of the module's own.
     monkeypatch.undo()
     monkeypatch.setattr(streams, "ops", driver)
-    monkeypatch.setattr(torch.cuda, "ExternalStream", External)
+    monkeypatch.setattr(streams, "_OwnStream", External)
     left = own_stream(DEVICE)
     del left
     assert is_right_in_a_fork(expect_nothing_ended)
@@ -244,14 +247,26 @@ def test_a_capture_on_each_stream_of_torchs_beside_our_copies(groups):
 
 @pytest.mark.gpu
 @NO_CUDA
-def test_streams_are_destroyed_once_they_are_idle():
+def test_streams_are_destroyed_once_they_are_idle(monkeypatch):
     """The work on one that nobody has any more comes to its end."""
+    ended = []
+
+    def end_stream(handle: int) -> bool:
+        is_idle = ops.end_stream(handle)
+        if is_idle:
+            ended.append(handle)
+        return is_idle
+
+    counted = SimpleNamespace(make_stream=ops.make_stream, end_stream=end_stream)
+    monkeypatch.setattr(streams, "ops", counted)
+    made = []
     device = torch.device("cuda", torch.cuda.current_device())
     a = torch.ones(1 << 24, device=device)
     b = torch.zeros_like(a)
     torch.cuda.synchronize()
     for _ in range(4 * GROUPS):
         stream = own_stream(device, HIGH)
+        made.append(stream.cuda_stream)
         with torch.cuda.stream(stream):
             b.copy_(a)
         del stream
@@ -259,3 +274,29 @@ def test_streams_are_destroyed_once_they_are_idle():
     torch.cuda.synchronize()
     streams._destroy_idle()
     assert not streams._ended and torch.equal(a, b)
+    # CUDA may give a handle that has ended to a new stream.
+    assert Counter(made) <= Counter(ended)
+
+
+ENDS = """
+import gc, torch
+from epmoe.native.streams import own_stream
+streams = [own_stream(torch.device("cuda", 0)) for _ in range(64)]
+del streams
+junk = [bytearray(64) for _ in range(10000)]
+gc.collect()
+"""
+
+
+@pytest.mark.gpu
+@NO_CUDA
+def test_a_process_whose_streams_have_ended_ends_well():
+    """Weak references to torch's streams would point into memory that is free."""
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_nobody_refers_weakly_to_a_stream_of_torchs():
+    weak = re.compile(r"weakref\.(finalize|ref)\(\w*stream")
+    files = [*(ROOT / "epmoe").rglob("*.py")]
+    assert not [str(file) for file in files if weak.search(file.read_text(encoding="utf-8"))]

@@ -8,7 +8,6 @@ copy that is to wait for nobody needs a stream of its own.
 from __future__ import annotations
 
 import os
-import weakref
 from collections import deque
 
 import torch
@@ -25,6 +24,27 @@ _ended = deque[int]()
 os.register_at_fork(after_in_child=_ended.clear)
 
 
+class EndsWithItsOwner:
+    """A stream whose handle is kept to be destroyed once nobody has the object.
+
+    torch's streams of CUDA take weak references and leave them behind as they end (`THCPStream` of
+    torch 2.11 clears none), so that a later collection reads memory that is free. A finalizer of
+    the object itself needs none.
+    """
+
+    handle = 0
+
+    def __del__(self) -> None:
+        # A collection, on any thread, does nothing of CUDA. The end of the process ends all
+        # streams, and may have taken the list.
+        if self.handle and _ended is not None:
+            _ended.append(self.handle)
+
+
+class _OwnStream(EndsWithItsOwner, torch.cuda.ExternalStream):
+    pass
+
+
 def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     """Make a stream of a GPU that waits for no default stream. Any thread may call it, also while
     another one captures a graph.
@@ -35,9 +55,8 @@ def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     _destroy_idle()
     index = torch.cuda.current_device() if device.index is None else device.index
     handle = ops.make_stream(index, priority)
-    stream = torch.cuda.ExternalStream(handle, device)
-    # A collection, on any thread, does nothing of CUDA. The end of the process ends all streams.
-    weakref.finalize(stream, _ended.append, handle).atexit = False
+    stream = _OwnStream(handle, device)
+    stream.handle = handle
     return stream
 
 

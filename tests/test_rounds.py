@@ -166,12 +166,13 @@ def test_the_wait_on_a_gpu_for_whether_more_follow(ends_by, monkeypatch):
         monkeypatch.setattr("epmoe.exchange.node._SPIN_S", 0.0)
     wait = Mock(side_effect=late)
     exchange = SimpleNamespace(
-        device=torch.device("cuda"),
+        processor=SimpleNamespace(runs_ahead=True),
         rounds=RoundState(progress),
         check=check,
         wait_for_device=wait,
         deadlines=SimpleNamespace(first_s=1.0),
     )
+    exchange._await_word_of_kernel = partial(NodeExchange._await_word_of_kernel, exchange)
     has_more_rounds = partial(NodeExchange.has_more_rounds, exchange)
     if ends_by == "an answer":
         assert not has_more_rounds()

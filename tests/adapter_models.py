@@ -81,6 +81,7 @@ def save_single(
 
     lora = adapter_of(factors, experts, list(range(experts)), 1.0)
     tensors = {}
+    # Three modules of each expert.
     for x in range(experts):
         (a_up, b_up), (a_down, b_down) = ((a[x], b[x]) for a, b in lora)
         pairs = [(a_up, half) for half in b_up.chunk(2)] + [(a_down, b_down)]
@@ -106,6 +107,7 @@ def merged_reference(
 ) -> Tensor:
     """y [T, D] in fp64: each token through the experts into which its adapter is merged."""
     y = torch.zeros(x.shape, dtype=torch.float64)
+    # Tokens of each adapter, with its factors in the weights.
     for number in adapter_ids.unique().tolist():
         experts = [weight.double() for weight in base]
         if number in adapters:

@@ -44,6 +44,7 @@ class Captured:
         self.rows.copy_(rows)
         for y in self.sums:
             poison_(y)
+        # A graph, or its operators again with the arguments of the capture.
         if self.graph is not None:
             return self.graph.replay()
         for tag, d, y, rows_SD in zip(self.tags, self.rounds, self.sums, self.rows, strict=True):

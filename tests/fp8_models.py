@@ -38,6 +38,7 @@ def saved(**quantization: object) -> Iterator[Path]:
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
     } | quantization
+    # A model whose sizes are whole blocks; rank 0 quantizes it.
     with pytest.MonkeyPatch.context() as patch:
         for key, value in SHAPE.items():
             patch.setitem(demo.MODELS["qwen3_moe"], key, value)
@@ -53,6 +54,7 @@ def saved(**quantization: object) -> Iterator[Path]:
 def _quantize(path: Path, keys: dict[str, object]) -> None:
     """Turns every expert's weights into fp8, with a `weight_scale_inv` for each."""
     tensors = load_file(path / "model.safetensors")
+    # Weights in blocks, with scales that may be powers of 2.
     for name in [name for name in tensors if ".experts." in name]:
         weights, scales = by_blocks(tensors[name][None].float())
         if keys.get("scale_fmt") == "ue8m0":

@@ -333,8 +333,10 @@ def take(state, moves: Iterable[Move], loaded: list[tuple[int, int]] | None = No
     state.rows = rows = torch.full(
         (len(before), ep.num_local_experts, before.shape[2]), torch.nan, device=ep.device
     )
+    # Slots that stay keep their rows.
     stay = min(before.shape[1], rows.shape[1])
     rows[:, :stay] = before[:, :stay]
+    # Rows that come are read, or are those of another slot.
     for slot, logical, source, tag in moves:
         assert (
             ep.logical_experts(tag)[slot] == logical
@@ -347,6 +349,7 @@ def take(state, moves: Iterable[Move], loaded: list[tuple[int, int]] | None = No
         )
         if source is None and loaded is not None:
             loaded.append((tag, logical))
+    # Empty slots hold nothing.
     for layer, tag in enumerate(tags(ep)):
         rows[layer, [expert == EMPTY for expert in ep.logical_experts(tag)]] = torch.nan
 
@@ -411,6 +414,7 @@ def replay(state) -> None:
     ep = state.ep
     if ep.exchange.layout is None:  # over several nodes
         return play_round(state, 0)
+    # The capture that is valid here, if any.
     good = next((one for one in state.captured if ep.capture_is_valid(one.generation)), None)
     if good is None:
         state.captured.append(Captured(ep, tags(ep), state.rows))

@@ -89,10 +89,12 @@ def test_quantized(device, dtype, gating, F):
         q, scales = gated(gate_up, offsets, bias, *gating, True)
     blocks = -(-F // 128)
     assert q.dtype == torch.float8_e4m3fn and q.shape == (N, F) and scales.shape == (N, blocks)
+    # The largest of each block is 448.
     real = OFFSETS[-1]
     want = reference(gate_up, bias, gating)
     amax = torch.stack([block.abs().amax(1) for block in want.split(128, 1)], 1)
     torch.testing.assert_close(scales[:real].double(), amax / 448, rtol=3e-6, atol=0)
+    # Values are within half a step of fp8.
     step = (want.abs() * 2**-4).maximum(
         scales[:real].double().repeat_interleave(128, 1)[:, :F] * 2**-10
     )
@@ -105,12 +107,14 @@ def test_a_nan_stays_where_it_is(device):
     """Neither a limit nor the scale of its block hides it."""
     gate_up, offsets, _ = inputs(256, torch.bfloat16, device, biased=False)
     before, _ = gated(gate_up, offsets, None, *GPT_OSS, False)
+    # NaN in one gate and in one up.
     gate_up[2, 10] = gate_up[4, 301] = math.nan  # a gate and an up
     out, _ = gated(gate_up, offsets, None, *GPT_OSS, False)
     assert out[: OFFSETS[-1]].isnan().nonzero().tolist() == [[2, 5], [4, 150]]
     q, scales = gated(gate_up, offsets, None, *GPT_OSS, True)
     assert q.float()[: OFFSETS[-1]].isnan().nonzero().tolist() == [[2, 5], [4, 150]]
     assert scales[: OFFSETS[-1]].isfinite().all()
+    # All other values are as before.
     out[2, 5] = before[2, 5]
     out[4, 150] = before[4, 150]
     assert torch.equal(out[: OFFSETS[-1]], before[: OFFSETS[-1]])
@@ -150,6 +154,7 @@ def test_gaps_are_neither_read_nor_written(device, dtype, F, quantize):
 @pytest.mark.parametrize("B", [1, 6, 56])
 def test_scales_by_block(device, B):
     """Those of real rows, in columns; nothing else is read or written."""
+    # Only real rows have scales.
     scales = poison_(torch.empty(N, B))
     real = [0, 1, *range(3, 70), *range(70, 73)]
     scales[real] = torch.rand(len(real), B)
@@ -157,6 +162,7 @@ def test_scales_by_block(device, B):
         torch.tensor(v, dtype=torch.int32, device=device) for v in (OFFSETS, [2, 0, 67, 3])
     )
     given = torch.zeros(N, B + 3, device=device)[:, :B].copy_(scales)  # with a stride of its own
+    # In columns, they are there, and nothing else.
     with poisoned_memory():
         out = ops.scales_by_block(given, offsets, tokens)
     assert out.shape == (B, 92) and out.stride() == (92, 1)
@@ -164,6 +170,7 @@ def test_scales_by_block(device, B):
         torch.equal(out.t()[:N].nan_to_num(-1), scales.nan_to_num(-1).to(device))
         and out[:, N:].isnan().all()
     )
+    # Without counts all rows up to the last segment are real.
     whole = ops.scales_by_block(given, offsets, None)
     assert torch.equal(whole.t()[: OFFSETS[-1]].nan_to_num(-1), given[: OFFSETS[-1]].nan_to_num(-1))
     assert ops.scales_by_block(given[:0], offsets, tokens).shape == (B, 0)
@@ -199,6 +206,7 @@ def test_a_replay_takes_the_offsets_of_its_time(device, quantize):
     gate_up.nan_to_num_(1.0)
     offsets = torch.zeros(len(OFFSETS), dtype=torch.int32, device=device)
     replay, got = captured(lambda: gated(gate_up, offsets, bias, *GPT_OSS, quantize))
+    # One row, all, and up to the last row.
     for ends in ([0, 0, 0, 0, 1], OFFSETS, [0, 1, 2, 3, N]):
         for tensor in got:
             tensor.copy_(torch.full_like(tensor.float(), math.nan))

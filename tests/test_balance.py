@@ -40,9 +40,11 @@ def draw(seed: int) -> tuple[Tensor, Tensor, int]:
     loads = torch.tensor(
         [rng.choice([0.0, rng.random(), 10 * rng.random() ** 6]) for _ in range(E)]
     )
+    # Each expert somewhere,
     held: list[list[int]] = [[] for _ in range(R)]
     for x in range(E):
         rng.choice([on for on in held if len(on) < S]).append(x)
+    # and others in some of the slots that are left.
     for on in held:
         spare = [x for x in range(E) if x not in on]
         rng.shuffle(spare)
@@ -108,6 +110,7 @@ def test_moves_can_be_made_one_after_another(seed, max_moves):
     now = slots.tolist()
     S = len(slots) // R
     before = {x: now.count(x) for x in range(len(loads))}
+    # Each move writes a slot with what its rank has not, and loses no expert.
     for layer, expert, slot, dropped in plan.moves:
         assert layer == 0 and now[slot] == dropped
         rank = slot // S
@@ -115,6 +118,7 @@ def test_moves_can_be_made_one_after_another(seed, max_moves):
         now[slot] = expert
         assert all(x in now for x in range(len(loads)))
         assert now.count(expert) <= max(most, before[expert])
+    # They end at the plan, whose balance is no worse.
     assert now == plan.slots.tolist() and len(plan.moves) <= max_moves
     assert plan.slots.dtype == torch.int32
     assert plan.balance_after[0] <= plan.balance_before[0] + 1e-6
@@ -161,8 +165,10 @@ def test_a_fresh_table_wants_its_shares():
             torch.rand(E, generator=torch.Generator().manual_seed(i), dtype=torch.float64) ** power
         )
         slots = fresh(loads, R, E // R + spare)
+        # By `shares_of` no rank has more than EPLB gives the busiest one.
         busiest = busiest_of_eplb(loads.tolist(), R, E // R + spare)
         assert rank_loads(loads, slots, shares_of(loads, slots, R), R).max() <= busiest * (1 + 1e-9)
+        # With even shares it may have.
         filled = slots[slots >= 0]
         shares = torch.where(slots >= 0, 1 / filled.bincount()[slots.clamp(min=0).long()], 0.0)
         even.append(float(rank_loads(loads, slots, shares, R).max()) / busiest)
@@ -319,8 +325,10 @@ def test_plans_one_after_another_lead_as_far_as_a_fresh_table(ranks, slots_per_r
     for seed in range(2):
         loads = popularity(kind, E, seed)
         slots = torch.arange(ranks * slots_per_rank).int() % E
+        # Where plans may end.
         enough = max(1.03, 1.04 * busiest(loads, fresh(loads, ranks, slots_per_rank), ranks))
         ends = [busiest(loads, slots, ranks)]
+        # Each plan is better than the one before, and few suffice.
         while ends[-1] > enough:
             plan = few_moves(loads[None], slots[None], **limits)
             slots = plan.slots[0]
@@ -402,6 +410,7 @@ LOADS = [[1.0] * 8, [1, 1, 9, 9, 9, 1, 1, 1]]
 @pytest.mark.parametrize("suffix", [".json", ".pt", ".npy"])
 def test_the_command_prints_the_plan(command, suffix):
     loads = torch.tensor(LOADS)
+    # Loads in each format.
     path = Path("loads").with_suffix(suffix)
     if suffix == ".json":
         path.write_text(json.dumps(LOADS))
@@ -411,6 +420,7 @@ def test_the_command_prints_the_plan(command, suffix):
         numpy.save(path, loads.numpy())
     result = command("--loads", str(path), "--out", "slots.json")
     assert result.exit_code == 0, result.output
+    # The slots are those of the call, and the output has its figures.
     plan = epmoe.balance(loads, (torch.arange(10) % 8).expand(2, -1), ep_size=2)
     assert json.loads(Path("slots.json").read_text()) == {"slots": plan.slots.tolist()}
     assert (
@@ -428,15 +438,18 @@ def test_the_command_goes_on_from_a_file_of_slots(command):
     placement = {"live": True, "slots_per_rank": 5, "layers": 2, "most_copies": 2}
     Path("sizes.json").write_text(json.dumps(SIZES | {"placement": placement}))
     Path("loads.json").write_text(json.dumps(LOADS))
+    # A first plan, in a file that the config then names.
     assert command("--loads", "loads.json", "--out", "first.json").exit_code == 0
     config = SIZES | {"placement": placement | {"slots": "first.json"}}
     Path("sizes.json").write_text(json.dumps(config))
     assert {"slots": read_slots(epmoe.EPConfig(**config))} == json.loads(
         Path("first.json").read_text()
     )
+    # From there is nothing to do,
     result = command("--loads", "loads.json", "--out", "second.json")
     assert result.exit_code == 0 and "0 moves" in result.output, result.output
     assert Path("second.json").read_text() == Path("first.json").read_text()
+    # unless the file holds something else.
     Path("first.json").write_text('{"slots": []}')
     result = command("--loads", "loads.json")
     assert result.exit_code == 2 and "first.json: `slots` must be 2 layers" in result.output

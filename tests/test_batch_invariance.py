@@ -47,6 +47,7 @@ def test_gradients_and_the_bits_of_serving(dtype):
     real = real_rows()
     found = []
     for experts in (built(dtype), epmoe.GroupedExperts(**weights(dtype, CPU))):
+        # With gradients and without, the bits are those of serving.
         x = rows.where(real[:, None], 0).requires_grad_()
         y = experts(x, offsets)
         y[: OFFSETS[-1]].square().sum().backward()
@@ -71,10 +72,12 @@ def test_a_layer_and_its_router(trained):
             ep, randn(E, D, seed=3), gate_up, down, logit_bias=randn(E, seed=4)
         )
         x = randn(40, D, seed=5)
+        # What the whole batch gives.
         y = layer(x)
         assert y.requires_grad == trained
         logits = layer.logits(x)
         call = torch.compile(layer, backend="aot_eager", dynamic=True)
+        # Parts of it have the same bits.
         for first, T in ((0, 1), (3, 17), (0, 39)):
             part = x[first : first + T]
             assert torch.equal(layer.logits(part), logits[first : first + T])
@@ -91,12 +94,15 @@ def test_what_cannot_promise_it_is_refused(monkeypatch):
     """
     gate_up = torch.zeros(E, 2 * F, D)
     down = torch.zeros(E, D, F)
+    # float64.
     with pytest.raises(
         ValueError, match="`batch_invariant` must be False for these experts: .*float64"
     ):
         epmoe.GroupedExperts(gate_up.double(), down.double(), batch_invariant=True)
+    # GPUs without kernels for it.
     problem = Blocks().problem_with(SimpleNamespace(), SimpleNamespace(device=torch.device("cuda")))
     assert "torch's GEMMs on cuda choose the order of sums by the number of rows" in str(problem)
+    # A CPU on which the place of a row matters.
     monkeypatch.setattr(torch, "equal", lambda *_: False)
     monkeypatch.setattr(blocks, "place_matters", blocks.place_matters.__wrapped__)
     with pytest.raises(

@@ -28,6 +28,7 @@ def test_what_is_committed_is_what_the_files_render_to(tmp_path):
     second = tmp_path / "second"
     for folder in (first, second):
         render.write(folder)
+    # Pages are as committed.
     for file in (render.README, render.MARKDOWN):
         text = (first / file).read_text(encoding="utf-8")
         assert (ROOT / file).read_text(encoding="utf-8") == text, "run `make benchmarks-report`"
@@ -35,6 +36,7 @@ def test_what_is_committed_is_what_the_files_render_to(tmp_path):
     assert list(map(int, best)) == [1, 16, 64, 128, 512, 4096], (
         "README's table, with the best in bold"
     )
+    # Plots come out equal each time.
     for plot in render.PLOTS.values():
         drawn = (first / plot.file).read_bytes()
         assert (
@@ -53,6 +55,7 @@ def test_the_page_on_parallelism_shows_what_was_measured():
         result = read(FOLDER / f"h100x2_layer_{model}.json")
         tokens = [column.name for column in result.columns]
         shown = [tokens.index(T) for T in ("T = 1", "16", "128", "512", "1024", "4096")]
+        # Rows of the result, as the page has them.
         lines = []
         for row in result.rows:
             if row.cells[0] in whose:
@@ -150,6 +153,7 @@ def test_figures_of_epmoe_bench_become_a_result(tmp_path, monkeypatch):
         0,
         16,
     )
+    # Figures of two sides, of which one has no figure at T = 1.
     measured = [
         gpu.result(sample, side, gpu.Payload.PLAIN, Times(4.0, 5.0, us), 8.0) | {"tokens": T}
         for T in (1, 16)
@@ -167,9 +171,11 @@ def test_figures_of_epmoe_bench_become_a_result(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "sys.argv", ["", str(tmp_path / "figures.json"), str(tmp_path / "result.json"), "round"]
     )
+    # They come behind the title that is there.
     results.main()
     result = read(tmp_path / "result.json")
     assert (result.title, result.notes) == ("Two cards: the exchange", ())
+    # And into the page.
     text = render.markdown([[result]])
     assert (
         "| side | payload | what | T = 1, µs |" not in text

@@ -61,6 +61,7 @@ class Toolchain:
         self.bin = folder / "bin"
         self.csrc = folder / "csrc"
         self.bin.mkdir()
+        # Compilers that say how they were called, and the real ninja.
         real = {"cxx": shutil.which("c++"), "cat": shutil.which("cat"), "bin": self.bin}
         for tool in ("c++", "nvcc"):
             (self.bin / tool).write_text(COMPILER.format(**real))
@@ -232,6 +233,7 @@ def test_the_kernels_get_the_flags_that_their_results_rest_on(toolchain, tmp_pat
     commands = [words for words in toolchain.commands() if words[0] == "nvcc"]
     compiles = [words for words in commands if "-c" in words]
     assert sorted(words[-1] for words in compiles) == every(".cu")
+    # Each source of kernels,
     for words in compiles:
         assert {"-O3", "--fmad=false", "-lineinfo", "-std=c++20"} <= set(words)
         assert ("-DEPMOE_MUTATE_SORT_GUARD" in words) == (words[-1] == "cuda/local/permute.cu")
@@ -251,6 +253,7 @@ def test_the_kernels_get_the_flags_that_their_results_rest_on(toolchain, tmp_pat
             f"-gencode=arch=compute_{hopper},code=compute_{hopper}",
         ]
         assert not [word for word in words if "torch" in word]
+    # and the link.
     (link,) = [words for words in commands if "-c" not in words]
     assert "-cudart=static" in link and not [
         word for word in link if "torch" in word or "cudart=shared" in word
@@ -264,6 +267,7 @@ def test_a_first_use_builds_for_the_gpus_that_torch_sees_and_says_so_once(
     toolchain.meanwhile(f"{shutil.which('sleep', path=os.defpath)} 0.1")
     use_gpus(monkeypatch, (9, 0), (8, 0), (9, 0))
     assert build.architectures() == ("8.0", "9.0")
+    # It builds for both, and says so with its steps,
     library = build.build(tmp_path)
     assert "code=sm_80 -gencode=arch=compute_90,code=sm_90" in links(library)[1]
     purpose = "the CPU and GPUs of compute capability 8.0, 9.0"
@@ -272,6 +276,7 @@ def test_a_first_use_builds_for_the_gpus_that_torch_sees_and_says_so_once(
     assert steps and all(re.fullmatch(r"epmoe: \d of 7 steps, \d+ s", line) for line in steps)
     assert last == "epmoe: the native library is compiled"
     build.build(tmp_path)
+    # and once only.
     assert capsys.readouterr() == ("", "")
 
 
@@ -300,9 +305,11 @@ def test_kernels_that_an_installation_without_gpus_lacks_are_built_at_first_use(
     monkeypatch.delenv("EPMOE_LIBRARY", raising=False)
     monkeypatch.setattr(build, "AHEAD_OF_TIME", tmp_path / "libepmoe.so")
     assert build.ready() is None
+    # An installation without kernels.
     shutil.copy(build.build(tmp_path / "cache"), tmp_path)
     use_gpus(monkeypatch)
     assert build.ready() == tmp_path / "libepmoe.so"
+    # A GPU wants them, unless there is no compiler.
     use_gpus(monkeypatch, (9, 0))
     assert build.ready() is None
     (toolchain.bin / "nvcc").unlink()
@@ -344,6 +351,7 @@ def test_without_a_compiler_the_message_names_one(toolchain, tmp_path):
 def test_without_ninja_the_message_names_it(toolchain, tmp_path, monkeypatch):
     """It may be in the environment, on the PATH, or in a folder of `pip install --target`."""
     ninja = build._ninja()
+    # Neither on the PATH nor in the environment.
     (toolchain.bin / "ninja").unlink(missing_ok=True)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -352,6 +360,7 @@ def test_without_ninja_the_message_names_it(toolchain, tmp_path, monkeypatch):
         build.BuildError, match=re.escape("with ninja, which is missing: pip install 'ninja>=1.11'")
     ):
         build.build(tmp_path / "cache")
+    # In a folder of packages it is found.
     (tmp_path / "target" / "bin").mkdir(parents=True)
     (tmp_path / "target" / "bin" / "ninja").symlink_to(ninja)
     assert build.build(tmp_path / "cache")
@@ -369,11 +378,13 @@ def test_a_build_that_was_killed_goes_on(toolchain, tmp_path):
     """The next process waits for the compilers that still run, and compiles nothing twice."""
     started = tmp_path / "started"
     toolchain.meanwhile(f': >"{started}"; {shutil.which("sleep", path=os.defpath)} 0.3')
+    # The builder is killed while compilers run.
     builder = fork(partial(build.build, tmp_path, portable=True))
     while not started.exists():
         time.sleep(0.01)
     os.kill(builder, signal.SIGKILL)
     os.waitpid(builder, 0)
+    # The next one goes on.
     library = build.build(tmp_path, portable=True)
     assert sorted(path.name for path in library.parent.iterdir()) == [
         "libepmoe.so",
@@ -477,10 +488,12 @@ def test_a_cache_of_others_is_refused(cache, which, who):
     library = build.build(portable=True)
     path = place_of(which, library)
     found = path.stat()
+    # Others get a way into a part of it.
     if "every" not in who:
         os.chown(path, 54321 if "belongs" in who else -1, 54321 if "group" in who else -1)
     path.chmod(0o777 if "every" in who else 0o775 if "group" in who else 0o755)
     refused(str(path), who, "remove it" if which else f"run `chmod go-w {path}`")
+    # Without, it is taken again.
     os.chown(path, found.st_uid, found.st_gid)
     path.chmod(0o755)
     assert build.build(portable=True) == library
@@ -489,9 +502,11 @@ def test_a_cache_of_others_is_refused(cache, which, who):
 def test_a_group_of_one_may_write(cache, monkeypatch):
     """Each user has a group, and the umask is 002."""
     library = build.build(portable=True)
+    # A group of this user alone.
     for path in (cache, cache / "epmoe", library.parent, library):
         path.chmod(0o775)
     assert build.build(portable=True) == library
+    # A group of two.
     names = SimpleNamespace(pw_name="ann"), ("ann", "x", 7, ["ann"])
     monkeypatch.setattr(build.pwd, "getpwuid", lambda user: names[0])
     monkeypatch.setattr(build.grp, "getgrgid", lambda group: names[1])

@@ -25,6 +25,7 @@ def test_stale_rows_never_reach_real_ones(device, tokens, real):
     """Real rows stay exact in a batch padded for graph replay, even without `num_tokens`."""
     x = poison_(torch.empty(tokens, D))
     logits = poison_(torch.empty(tokens, E))
+    # Real rows stand among rows of NaN.
     where = torch.randperm(tokens, generator=generator(0))[:real]
     x[where] = randn(real, D)
     logits[where] = randn(real, E, seed=1) * 3
@@ -36,6 +37,7 @@ def test_stale_rows_never_reach_real_ones(device, tokens, real):
         routing = epmoe.route(logits, K)
         permuted = epmoe.permute(x, routing.ids, local, E)
         y = epmoe.finalize(permuted.rows, permuted, routing.weights)
+    # They are those of a batch without the others.
     want = route_reference(logits[where], K)
     assert_close(y[where], moe_reference(x[where], *want, lambda rows, _: rows))
 

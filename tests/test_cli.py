@@ -145,6 +145,7 @@ def test_wrong_number_of_processes_is_an_error(command, option, monkeypatch):
     result = epmoe(command, DEMO)
     assert result.exit_code == 2
     assert "`topology.ep_size` is 4, but torchrun started 3 processes" in result.output
+    # The advice is a command that torchrun takes.
     torchrun, *arguments = shlex.split(result.output.splitlines()[-1])
     advised = parse_args(arguments)  # `--nproc` is ambiguous to torchrun without `--`
     assert (torchrun, advised.training_script, advised.training_script_args) == (
@@ -153,6 +154,7 @@ def test_wrong_number_of_processes_is_an_error(command, option, monkeypatch):
         typed,
     )
     assert advised.standalone and advised.nproc_per_node == "4" and advised.module
+    # Over two nodes it has a rendezvous.
     monkeypatch.setenv("EPMOE_TOPOLOGY__RANKS_PER_NODE", "2")
     rendezvous = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
     assert f"torchrun --nnodes 2 {rendezvous} --nproc-per-node 2 -m " in epmoe(command, DEMO).output
@@ -254,6 +256,7 @@ def test_the_shell_completes_commands_names_and_options(monkeypatch):
     monkeypatch.setenv(
         "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1"
     )  # of the shell that started pytest
+    # The script is right,
     script = epmoe("--show-completion", "bash").output
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
     assert "complete -o default -F _epmoe_completion epmoe" in script
@@ -266,6 +269,7 @@ def test_the_shell_completes_commands_names_and_options(monkeypatch):
         }
         return CliRunner().invoke(app, env=variables, prog_name="epmoe").output.split()
 
+    # and so is what it asks.
     assert completed("epmoe ") == ["run", "plan", "balance", "doctor", "schema", "bench"]
     assert completed("epmoe plan cpu") == ["cpu_bench", "cpu_demo"]
     assert completed("epmoe run cpu_demo --model m") == ["mixtral"]

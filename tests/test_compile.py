@@ -95,10 +95,12 @@ def test_batches_autocast_and_grad_mode(ep, backend):
     """[B, T, D] is B·T tokens, in one graph for all; autocast and grad mode change no bit."""
     layer = make_layer(ep)
     step = compiled(layer, backend)
+    # One graph for all sizes.
     for B, T in ((2, 3), (4, 10), (5, 2)):
         x = randn(B, T, D, seed=T).to(ep.device)
         assert_same_bits(step(x), layer(x))
     assert compiles() == 1
+    # Grad mode and autocast.
     want = layer(x)
     layer.requires_grad_(False)
     with torch.enable_grad():
@@ -168,9 +170,11 @@ def test_rounds_are_kept_and_keep_their_order(ep, backend):
 
     model = Model(ep, "abc")
     x = randn(6, D).to(ep.device)
+    # The order without a compiler.
     want = model(x)
     eager = list(model.ran)
     model.ran[:] = []
+    # Twice through one graph.
     step = compiled(model, backend)
     for _ in range(2):
         assert_same_bits(step(x), want)
@@ -284,6 +288,7 @@ def test_cuda_graph_trees(device):
             "a loop over the experts reads the offsets on the host"
         )
         step = torch.compile(model, fullgraph=True, mode="reduce-overhead", dynamic=True)
+        # Several T, each recorded and replayed.
         for n, T in enumerate((16, 16, 16, 5, 16, 5, 5, 16, 5, 1, 1, 1, 1)):
             x = randn(T, D, dtype=torch.bfloat16, seed=n).to(device)
             torch.compiler.cudagraph_mark_step_begin()

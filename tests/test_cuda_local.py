@@ -38,6 +38,7 @@ def assert_same_permutation(x: Tensor, ids: Tensor, expert_map: Tensor, e: int, 
                 x.to(device), ids.to(device), expert_map.to(device), e, counters=counters, **moved
             )
         results.append((got, counters.cpu()))
+    # Maps, offsets, rows and counters are equal.
     (want, counted), (got, counted_cuda) = results
     assert torch.equal(got.expert_offsets.cpu(), want.expert_offsets)
     assert torch.equal(got.tokens_per_expert.cpu(), want.tokens_per_expert)
@@ -132,10 +133,12 @@ def test_permute_and_finalize_agree_with_the_cpu_on_slabs(M, counts):
     counts_R = torch.tensor(counts, dtype=torch.int32)
     x = randn(R * M, 72, dtype=torch.bfloat16)
     ids = distinct_ids(R * M, P, K)
+    # Padding of each slab is NaN.
     for r, count in enumerate(counts):
         poison_(x[r * M + max(count, 0) : (r + 1) * M])
     expert_map = torch.arange(P, dtype=torch.int32).where(torch.arange(P) < 40, -1)
     assert_same_permutation(x, ids, expert_map, 40, counts_R=counts_R)
+    # And their sums.
     weights = randn(R * M, K, seed=2)
     partials = []
     for device in ("cpu", "cuda"):
@@ -218,6 +221,7 @@ def test_the_current_stream_is_used():
     torch.cuda.synchronize()
     fresh = Layer(512)
     fresh.fill(512, 3)
+    # On another stream the inputs come late.
     with torch.cuda.stream(stream):
         torch.cuda._sleep(20_000_000)
         layer.logits.copy_(fresh.logits)
@@ -237,6 +241,7 @@ def test_more_than_2_to_the_31_elements():
     ids = torch.rand(S, 256, device="cuda").argsort(1)[:, :K].int()
     permuted = epmoe.permute(x, ids, torch.arange(256, dtype=torch.int32, device="cuda"), 256)
     assert permuted.rows.numel() > 2**31
+    # Where each pair must be.
     order = ids.flatten().long().argsort(stable=True)
     where = torch.empty_like(order).scatter_(0, order, torch.arange(S * K, device="cuda"))
     assert torch.equal(permuted.row_of_pair.flatten().long(), where)
@@ -244,6 +249,7 @@ def test_more_than_2_to_the_31_elements():
         assert torch.equal(
             permuted.rows[begin : begin + 50_000], x[order[begin : begin + 50_000] // K]
         )
+    # Weights of 1/K give x again.
     weights = torch.full((S, K), 0.125, device="cuda")
     assert torch.equal(epmoe.finalize(permuted.rows, permuted, weights), x)
 

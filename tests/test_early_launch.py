@@ -104,6 +104,7 @@ def copied_late(folder: Path, sources: Path, codes: list[str]) -> bool:
     """Whether a kernel that is launched as those of the library copies what its predecessor has
     written late.
     """
+    # A library with a kernel that copies, and one that writes late.
     (folder / "copy.cu").write_text(COPY)
     library = folder / "copy.so"
     command = [
@@ -125,6 +126,7 @@ def copied_late(folder: Path, sources: Path, codes: list[str]) -> bool:
         error = run_copy(x.data_ptr(), y.data_ptr(), N, torch.cuda.current_stream().cuda_stream)
         assert error == 0, f"cudaError {error}"
 
+    # Both are loaded. Then the write takes a while, and the copy follows at once.
     copy()  # loads it, from PTX by a compiler
     late((1, 1, 1), (256, 1, 1), [x, N, 0, 0])
     torch.cuda.synchronize()

@@ -86,6 +86,7 @@ def survive(state) -> Named:
                 play_round(state, 0)
         except epmoe.EPTimeoutError as error:
             at = time.monotonic() - stalled_s()
+            # Survivors are the others, and all calls raise at once.
             assert not set(error.missing_ranks) & set(ep.survivors())
             for call in (ep.poll, ep.check, lambda: play_round(state, 0)):
                 with within(AT_ONCE_S), pytest.raises(epmoe.EPTimeoutError):
@@ -241,12 +242,15 @@ def test_a_signal_ends_the_wait_and_releases_the_others(host, number, error):
     serve(host, timeout_s=LONG_S)
     host.start([2], survive)
     host.start([1], wait_until_a_signal)
+    # Both wait.
     for name in (1, 2):
         until_it_sleeps(host.processes[name].pid)
+    # Rank 1 leaves at once,
     pressed_at = time.monotonic()
     host.signal(1, number)
     ((left_at, raised),) = host.results([1])
     assert raised == error and left_at - pressed_at < SOON_S
+    # and rank 2 says who has left.
     seen = host.answers([2])
     assert_named(seen, 1, "rank(s) [1] of the group (global rank(s) [1]) left the group")
     assert seen[0].at - left_at < AT_ONCE_S

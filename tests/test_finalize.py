@@ -93,6 +93,7 @@ def test_slots_past_the_counts_are_not_read(device, counts):
     permuted = epmoe.permute(x, ids, identity_map, 6, counts_R=counts_R)
     for r, count in enumerate(counts):
         poison_(weights[r * M + count : (r + 1) * M])
+    # Weights past the counts are NaN.
     weights = weights.to(device)
     got = epmoe.finalize(permuted.rows, permuted, weights)
     want = finalize_reference(permuted.rows, permuted, weights)
@@ -110,11 +111,13 @@ def test_duplicate_ids_end_to_end(device, tokens, alignment):
     ids[0] = torch.tensor([5, 44, 44, 33, 5, 44, 63, 0])
     x = randn(tokens, 64).to(device)
     weights = randn(tokens, 8, seed=1).to(device)
+    # Experts 5 to 49 are here.
     local = torch.full((64,), -1, dtype=torch.int32)
     local[5:50] = torch.arange(45, dtype=torch.int32)
     with poisoned_memory():
         permuted = epmoe.permute(x, ids.to(device), local.to(device), 45, alignment=alignment)
         partial = epmoe.finalize(permuted.rows * 2, permuted, weights)
+    # Each pair of one of them counts once.
     share = (weights.double().cpu() * ((ids >= 5) & (ids < 50))).sum(1, keepdim=True)
     assert_close(partial, 2 * share * x.double().cpu())
 

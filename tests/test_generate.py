@@ -73,10 +73,12 @@ def test_checkpoints_generate_and_load_on_another_number_of_ranks(folders):
     """
     prompt, *_ = load_example("generate")["PROMPTS"]
     texts = []
+    # Four ranks save, and two load.
     for ranks, action in ((4, "save"), (2, "load")):
         done = torchrun(ranks, "-c", PROGRAM, action, *folders)
         assert done.returncode == 0, done.stderr
         texts.append(done.stdout.splitlines())
+    # Texts are those of one process, and logits have the same bits.
     want = [in_one_process(folder, prompt) for folder in folders]
     assert texts == [[text for text, _ in want]] * 2
     for folder, (_, logits) in zip(folders, want, strict=True):

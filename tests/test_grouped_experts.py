@@ -65,6 +65,7 @@ def test_casts_leave_quantized_weights_as_they_are(dtype, format, name):
     experts = epmoe.GroupedExperts(**weights(format, torch.device("cpu")))
     before = {name: tensor.clone() for name, tensor in experts.state_dict().items()}
     assert list(before) == ["w_gate_up", "w_down", "gate_up_scales", "down_scales"]
+    # No bit changes.
     for key, tensor in experts.to(dtype).state_dict().items():
         assert tensor.dtype == before[key].dtype and torch.equal(
             bits_of(tensor), bits_of(before[key])
@@ -72,6 +73,7 @@ def test_casts_leave_quantized_weights_as_they_are(dtype, format, name):
     assert experts.dtype == BF16 and not any(p.requires_grad for p in experts.parameters())
     assert_right(experts)
     assert repr(experts) == f"GroupedExperts(e=4, D=256, F=128, {name}, gemm='torch')"
+    # What they say of themselves.
     experts._stage = experts._stage._replace(
         gemms=("few_rows", "torch"), most_rows={"few_rows": 1 / 30}
     )
@@ -96,6 +98,7 @@ def test_compiles_without_a_graph_break(backend, case):
     experts = (
         gpt_oss(BF16, cpu)[1] if case == "gpt-oss" else epmoe.GroupedExperts(**weights(dtype, cpu))
     )
+    # Other numbers of rows through one graph.
     torch.compiler.reset()
     compiled = torch.compile(experts, fullgraph=True, dynamic=True, backend=backend)
     rows, offsets = inputs(experts.dtype, cpu)
@@ -120,6 +123,7 @@ def test_a_captured_call(device, case):
         dtype = {"fp8": FP8, "mxfp4": MXFP4}.get(case, BF16)
         experts = epmoe.GroupedExperts(**weights(dtype, device), gemm="torch")
     rows, offsets = inputs(BF16, device)
+    # The capture has no rows. The replay has.
     given = [torch.zeros_like(rows), torch.zeros_like(offsets)]
     replay, out = captured(lambda: experts(*given))
     given[0].copy_(rows)

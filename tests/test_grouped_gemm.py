@@ -333,6 +333,7 @@ def test_what_a_gemm_takes(monkeypatch, gemm, dtype, sizes, problem, other):
         torch.cuda, "get_device_capability", lambda device: (other.get("capability", 9), 0)
     )
     monkeypatch.setattr(module, "_problem_with_version", lambda fp8, device: None)
+    # What is installed, which GPU it is, and whether kernels were built and agree.
     built = None if other.get("built", True) else RuntimeError("CUDA: no kernel image")
     for place in ("hopper", "few_rows_by_tma", "fused_experts"):
         monkeypatch.setattr(f"epmoe.local.gemm.{place}.problem_of_build", lambda device: built)
@@ -340,6 +341,7 @@ def test_what_a_gemm_takes(monkeypatch, gemm, dtype, sizes, problem, other):
     monkeypatch.setattr(
         "epmoe.local.gemm.few_rows_by_tma._other_bits", lambda dtype, device: differs
     )
+    # Whether it takes the weights, and why not.
     found = GEMMS[gemm].problem_with(*other.get("laid", lambda *weights: weights)(*weights))
     assert (found is None) == (problem is None) and re.search(problem or "", str(found))
 
@@ -363,8 +365,10 @@ def test_what_reads_on_the_host_refuses_a_capture(monkeypatch, gemm, dtype, majo
         weights = torch.empty(4, 32, 16, dtype=dtype, device="cuda")
     assert GEMMS[gemm].is_capturable(weights) == (major in majors)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    # Outside of a capture nothing is refused.
     GEMMS[gemm].refuse_capture(weights)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    # Within one it is, on other GPUs.
     if major in majors:
         GEMMS[gemm].refuse_capture(weights)
     else:
@@ -412,6 +416,7 @@ def test_on_other_gpus_calls_are_right_and_captures_are_refused(
             router = randn(E, D).to(device)
             layer = epmoe.MoELayer(ep, router, experts).requires_grad_(trains)
             x = randn(8, D, dtype=BF16).to(device)
+            # A call, a capture that is refused, and a call again.
             want = layer(x).detach()
             torch.cuda.synchronize()
             refused = pytest.raises(RuntimeError, match="a CUDA graph cannot capture these experts")
@@ -419,6 +424,7 @@ def test_on_other_gpus_calls_are_right_and_captures_are_refused(
                 layer(x)
             assert torch.equal(layer(x), want)
             ep.check()
+            # The CPU agrees.
             on_cpu = epmoe.GroupedExperts(**weights(BF16, torch.device("cpu")))
         with epmoe.ExpertParallel(one_rank(None, "auto"), device=torch.device("cpu")) as there:
             assert_close(want, epmoe.MoELayer(there, router.cpu(), on_cpu)(x.cpu()), slack=4)
@@ -468,6 +474,7 @@ def test_rounds_are_aligned_where_they_ask_for_it():
         (5, True, 5),
     ):
         with epmoe.ExpertParallel(one_rank(alignment, "auto")) as ep:
+            # Segments begin at multiples.
             d = ep.dispatch(randn(2, D, dtype=BF16), ids, weights, aligned=aligned)
             assert d.alignment == starts
             tokens = torch.tensor([1, 2, 0, 1])

@@ -49,6 +49,7 @@ def test_a_shortage_of_files_passes(monkeypatch):
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return accept(listener)
 
+    # The first accept finds no descriptor free.
     monkeypatch.setattr(socket.socket, "accept", accepts)
     handout = handout_of(1)
     os.close(fetch_descriptor(handout.name, 1, "version 1 is not there"))
@@ -61,6 +62,7 @@ def test_a_forked_child_does_not_outlive_it():
     """
     told, tells = os.pipe()
     stays, ends = os.pipe()
+    # An owner, which has a child and ends.
     owner = os.fork()
     if not owner:
         handout = handout_of(1)
@@ -73,6 +75,7 @@ def test_a_forked_child_does_not_outlive_it():
             os._exit(0)
         os._exit(0)
     os.waitpid(owner, 0)
+    # Who asks hears at once that nobody is there.
     name, is_open = json.loads(os.read(told, 1000))
     try:
         with pytest.raises(RuntimeError, match="version 1 is not there .*has closed it"):

@@ -29,11 +29,13 @@ def counted(counters: torch.Tensor) -> dict[str, int]:
 def test_route_counts_rows(device):
     counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
     logits = randn(10, 16).to(device)
+    # Three rows that are not finite, and one of padding.
     logits[1, 3] = torch.nan
     logits[4] = -torch.inf
     logits[5, 0] = torch.inf
     logits[9] = torch.nan  # padding, which is not read
     epmoe.route(logits, 4, num_tokens=9, counters=counters)
+    # By softmax, then with numbers of tokens that cannot be.
     assert counted(counters) == {"sanitised_rows": 3, "padded_rows": 1}
     epmoe.route(
         logits,
@@ -77,10 +79,12 @@ def test_the_count_of_rounds_goes_on_where_their_number_begins_again():
     views = {buffer.name: torch.zeros(buffer.shape, dtype=buffer.dtype) for buffer in buffers}
     totals = Totals(views, CPU)
     counts = []
+    # Numbers on either side of 2³¹ and 2³².
     for rounds in (0, 5, 2**31 + 1, 2**32 - 1, 2**32, 2**32 + 7, 2**33 + 1):
         views["state"][0] = (rounds + 2**31) % 2**32 - 2**31
         counts.append((totals.read().rounds, rounds))
     assert all(got == want for got, want in counts), counts
+    # Another thread counts in the middle of a read.
     views["state"][0] = 5
     read = totals._peek.read
     totals._peek = Mock()

@@ -283,6 +283,7 @@ def test_ranks_meet_where_no_other_machine_reaches_them(ranks, tmp_path):
             for file in files:
                 file.unlink()
 
+    # While both ranks wait, the addresses on which they listen are looked at.
     threading.Thread(target=look, daemon=True).start()
     assert ranks(meet, tmp_path / "rank") == (0, "")
     assert found == {"127.0.0.1"}
@@ -299,10 +300,12 @@ launch.start_ranks(EPConfig(**{TWO_RANKS.model_dump()!r}), [{str(tmp_path / "pid
     starter = subprocess.Popen(
         [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)}
     )
+    # The ranks run, and who started them is killed.
     files = [tmp_path / "pid0", tmp_path / "pid1"]
     wait_for(files)
     starter.kill()
     starter.wait()
+    # They end, too.
     deadline = time.monotonic() + SOON_S
     for file in files:
         with contextlib.suppress(

@@ -151,12 +151,14 @@ def test_a_loss_of_recorded_logits_has_gradients_or_raises(ep, reentrant):
         x = randn(7, D).to(ep.device).requires_grad_()
         y = checkpoint(lambda x: layer(1 * x), x, use_reentrant=reentrant)
         [routes] = record[""]
+        # A loss of y and of the logits that were recorded.
         loss = y.sum() + routes.logits.logsumexp(1).square().mean()
         if reentrant:
             with pytest.raises(RuntimeError, match="use_reentrant=False"):
                 loss.backward()
             return
         loss.backward()
+    # The logits have had a part in the gradient.
     with torch.inference_mode(False), torch.enable_grad():
         (alone,) = torch.autograd.grad(layer(x).sum(), layer.router_weight)
     assert not torch.allclose(layer.router_weight.grad, alone)
@@ -185,6 +187,7 @@ def test_logits_under_autocast_are_those_of_the_layer(ep):
             torch.set_grad_enabled(trains),
             torch.autocast(ep.device.type, torch.bfloat16),
         ):
+            # The logits are those of x in fp32.
             given = x.clone().requires_grad_(trains)
             y, routes = layer(given, return_routing=True)
             assert y.dtype == torch.float32 and y.requires_grad == trains
@@ -304,6 +307,7 @@ def test_shared_experts_are_added(ep):
     both = epmoe.MoELayer(ep, layer.router_weight, layer.experts, bias=layer.bias, shared=shared)
     assert {"shared.weight", "experts.w_down"} <= dict(both.named_parameters()).keys()
     x = randn(M, D).to(ep.device)
+    # Batches with padding and without.
     for T, real in ((M, None), (7, None), (M, 5), (0, None)):
         y = both(x[:T], real)
         routed = layer(x[:T], real)

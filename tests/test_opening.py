@@ -77,11 +77,13 @@ def threads(state, most: int = 0) -> int:
 def test_a_rank_that_does_not_open_is_named(host, nodes, fault):
     opening = NAMES[:FAULTY]
     config = config_of(nodes, DEADLINE_S if fault == "never comes" else LONG_S)
+    # One rank does not come, or ends.
     if fault == "has ended":
         host.signal(FAULTY, signal.SIGKILL)
     elif fault == "ends in the windows":
         host.do([FAULTY], fail_in, "opens its window", die)
         host.start([FAULTY], create, config)
+    # The others name it, and say nothing of gloo.
     started = time.monotonic()
     for error in host.do(opening, create, config):
         assert error.startswith(
@@ -176,12 +178,14 @@ def test_connections_of_other_users_put_no_deadline_off(monkeypatch, other):
             with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as foreign:
                 foreign.connect(name)
 
+    # All who connect are of another user.
     monkeypatch.setattr(
         sockets, "_user_of", lambda accepted: os.getuid() + bool(accepted.getsockname())
     )
     ranks = TwoRanks(
         2 * timeout_s, other, lambda name: Thread(target=connect, args=(name,), daemon=True).start()
     )
+    # The opening ends at its deadline.
     begin = time.monotonic()
     try:
         with pytest.raises(TimeoutError):
@@ -249,12 +253,14 @@ def test_a_descriptor_that_is_lost_at_the_file_limit_is_told(monkeypatch, tmp_pa
             os.close(descriptors.pop())
             return message, descriptors, *rest
 
+        # The kernel drops the second descriptor.
         monkeypatch.setattr(socket, "recv_fds", all_but_one)
         deadline = time.monotonic() + SOON_S
         with sockets._connected(handout.name, "here", deadline) as connection:
             kept = sockets._received(connection, "here", deadline)
         assert [*kept.descriptors] == [0] and kept.lost == [1]
         os.close(kept.descriptors[0])
+    # The kernel gives none of this process.
     monkeypatch.setattr(os, "pidfd_open", refused)
     with pytest.raises(OSError, match="Too many open files"):
         this_process()

@@ -156,6 +156,7 @@ def test_a_release_is_tried_with_every_torch_that_the_makefile_names():
     """Its workflow makes what is there to make, for the GPUs whose kernels `make` compiles."""
     makefile = (ROOT / "Makefile").read_text()
     text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    # Targets and versions of torch.
     jobs = yaml.safe_load(text)["jobs"]
     targets = set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE))
     assert set(re.findall(r"make ([\w-]+)$", text, re.MULTILINE)) == {"wheel-for-gpus"} <= targets
@@ -163,6 +164,7 @@ def test_a_release_is_tried_with_every_torch_that_the_makefile_names():
     assert jobs["try"]["strategy"]["matrix"]["torch"] == torches.split()
     assert [build.problem_with_torch(version) for version in torches.split()] == [None] * 3
 
+    # Architectures.
     (capabilities,) = re.findall(r"export TORCH_CUDA_ARCH_LIST \?= (.*)", makefile)
     (numbers,) = re.findall(r"foreach number,([\d ]+),", makefile)
     assert capabilities.replace(".", "").split(";") == numbers.split()
@@ -187,6 +189,7 @@ if sys.argv[1:3] == ["-m", "build"]:
     Path("build/wheel/epmoe.tar.gz").touch()
     Path("dist").mkdir()
 """
+    # Tools that say how they were called, of which one package may be absent.
     tools = tmp_path / "tools"
     tools.mkdir()
     for name in ("python3", "auditwheel", "patchelf"):
@@ -200,6 +203,7 @@ if sys.argv[1:3] == ["-m", "build"]:
         text=True,
         check=False,
     )
+    # An environment is set up only where one is.
     log = (tmp_path / "log").read_text()
     assert ("-m venv" in log) == (lacks != "nothing"), run.stdout + run.stderr
     assert ("-m build" in log) == (lacks == "nothing"), run.stdout + run.stderr

@@ -68,6 +68,7 @@ def test_duplicate_ids_at_every_batch_size(device, tokens, alignment):
     ids[tokens // 2] = 0  # what argmax over NaN returns
     x = randn(tokens, 64, dtype=torch.bfloat16).to(device)
     identity_map = expert_map(128, list(range(128)), device)
+    # Ten runs are equal.
     first = checked_permute(x, ids.to(device), identity_map, 128, alignment=alignment)
     for _ in range(9):
         again = epmoe.permute(x, ids.to(device), identity_map, 128, alignment=alignment)
@@ -75,6 +76,7 @@ def test_duplicate_ids_at_every_batch_size(device, tokens, alignment):
         assert torch.equal(again.row_of_pair, first.row_of_pair) and torch.equal(
             again.rows[:used], first.rows[:used]
         )
+    # On a rank with every fifth expert.
     checked_permute(
         x, ids.to(device), expert_map(128, list(range(3, 128, 5)), device), 25, alignment=alignment
     )
@@ -121,6 +123,7 @@ def test_slabs_with_poisoned_padding(device, counts, alignment):
     D = 32
     x = randn(3 * M, D)
     ids = distinct_ids(3 * M, 10, K)
+    # Padding of each slab is NaN.
     for r, count in enumerate(counts):
         poison_(x[r * M + count : (r + 1) * M])
     counts_R = torch.tensor(counts, dtype=torch.int32, device=device)

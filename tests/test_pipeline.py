@@ -90,6 +90,7 @@ def pipeline(state, case: Case) -> Pipeline:
     blocks = {}
     stages = []
     arguments = {}
+    # Every second block is of this stage.
     for number in range(state.mesh["pp"].get_local_rank(), total, 2):
         block: nn.Module = block_of(case.kind, number, state.ep)
         block = checkpoint_wrapper(block) if case.recomputes else block
@@ -101,6 +102,7 @@ def pipeline(state, case: Case) -> Pipeline:
         stages.append(
             PipelineStage(block, number, total, state.device, group=state.mesh["pp"].get_group())
         )
+    # The first stage gets x, and the last one what it must give.
     if 0 in blocks:
         arguments["x"] = [tokens(state.ep.rank)]
     if total - 1 in blocks:
@@ -125,18 +127,21 @@ def step(state, case: Case) -> None:
     """Losses and gradients are those of one process."""
     ours = pipeline(state, case)
     ours.step()
+    # The same blocks in one process.
     alone = nn.Sequential(
         *(block_of(case.kind, number) for number in range(4 if case.split else 2))
     )
     inputs = torch.cat([tokens(rank) for rank in range(2)])
     outputs = alone(inputs)
     loss_of(outputs, inputs).backward()
+    # Losses of each micro-batch,
     if "losses" in ours.arguments:
         parts = (
             each.detach().chunk(2)[state.ep.rank].chunk(MICRO_BATCHES) for each in (outputs, inputs)
         )
         want = [loss_of(y, x) for y, x in zip(*parts, strict=True)]
         torch.testing.assert_close(torch.stack(ours.arguments["losses"]), torch.stack(want))
+    # and gradients of each parameter.
     for number, block in ours.blocks.items():
         for name, parameter in block.named_parameters():
             name = name.removeprefix("module.").removeprefix("_checkpoint_wrapped_module.")
@@ -182,11 +187,13 @@ def test_a_rank_dies_in_the_schedule(host, moment):
     """
     *others, victim = NAMES
     started(host)
+    # The victim dies in its schedule, and then all end.
     host.start(NAMES, run_until_a_rank_dies, host.folder, victim, moment)
     host.processes[victim].join()
     deadline = time.monotonic() + TIMEOUT_S + SOON_S
     for name in others:
         host.processes[name].join(deadline - time.monotonic())
+    # Its partner knows the rank.
     *other_stage, partner = [(host.folder / str(name)).read_text() for name in others]
     assert f"(global rank(s) [{victim}]), whose process has ended" in partner
     assert all("closed by peer" in error or "reset by peer" in error for error in other_stage)

@@ -169,12 +169,15 @@ def test_without_keeps_every_copy_on_its_rank(placement, data):
     def experts_on(held: Placement, rank: int) -> list[int]:
         return sorted(held.logical(p) for p in held.local_experts(rank))
 
+    # What others have, and what nobody has.
     kept = {x for rank in ranks for x in experts_on(placement, rank)}
     lost = set(range(placement.num_experts)) - kept
+    # All experts are there again.
     assert (
         new.ep_size == len(ranks)
         and {new.logical(p) for p in range(new.num_physical_experts)} == kept | lost
     )
+    # Lost ones are spread, and all others stay.
     spread = [x for i in range(len(ranks)) for x in experts_on(new, i) if x in lost]
     assert sorted(spread) == sorted(lost)
     for i, rank in enumerate(ranks):
@@ -215,6 +218,7 @@ def test_the_experts_of_a_node():
     first = placement.of_node(0, 2)
     second = placement.of_node(1, 2)
     assert first.owners == (0, 1, 0, 1) and second.owners == (0, 1, 0)
+    # Numbers of a node lead to the physical ids of its ranks.
     for rank in range(4):
         node = (first, second)[rank // 2]
         here = [p for p in range(7) if nodes[p] == rank // 2]

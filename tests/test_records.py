@@ -62,7 +62,9 @@ def test_a_trainer_replays_what_was_written(ep):
     tokens, routes = written(model_of(ep))
     assert routes.dtype == torch.uint8 and routes.shape == (2, tokens.shape[1] - 1, 2, K)
     other = model_of(ep, seed=1)
+    # What the other model would choose.
     _, own = ids_of(other, tokens, None)
+    # Also where the first tokens have no routes.
     for cached in (0, 3):
         padded = pad_routes(routes[:, cached:], tokens.shape[1], cached)
         y, took = ids_of(other, tokens, padded)
@@ -70,6 +72,7 @@ def test_a_trainer_replays_what_was_written(ep):
         assert torch.equal(took[:, :cached, 0], own[:, :cached, 0]) and torch.equal(
             took[:, -1, 0], own[:, -1, 0]
         )
+        # Zeros in place of 255 mean the same.
         zeros = torch.where(padded == 255, 0, padded).to(torch.int64)  # as engines fill in
         assert torch.equal(ids_of(other, tokens, zeros)[0], y)
         y.square().mean().backward()
@@ -120,6 +123,7 @@ def test_a_checkpoint_takes_them_again(ep):
     tokens, routes = written(model_of(ep))
     routes = pad_routes(routes, tokens.shape[1])
     found = []
+    # Without a checkpoint, and with one of either kind.
     for prepare in (lambda model: model.train(), checkpointed(False), checkpointed(True)):
         prepare(model := model_of(ep, seed=1))
         with replay(model, routes):
@@ -128,6 +132,7 @@ def test_a_checkpoint_takes_them_again(ep):
         found.append([layer.mlp.router_weight.grad for layer in model.model.layers])
     for again in found[1:]:
         assert all(torch.equal(*both) for both in zip(found[0], again, strict=True))
+    # Two calls, of which a checkpoint cannot tell which one it computes.
     checkpointed(False)(model := model_of(ep))
     with replay(model, routes):
         loss = sum(

@@ -57,11 +57,13 @@ def assert_next_round_is_whole(ep: epmoe.ExpertParallel) -> None:
 )
 def test_a_mismatch_closes_the_round_whichever_call_sees_it(ep, call):
     for n in (1, 3):
+        # Bring the round to the call.
         sent = ep.dispatch_send(*INPUTS)
         handle = sent if call == "dispatch_recv" else ep.dispatch_recv(sent)
         rows = [handle.rows] if call in ("combine", "combine_send") else []
         if call == "combine_recv":
             ep.combine_send(handle.rows, handle)
+        # It sees the mismatch, and the round is closed.
         mismatch(ep)
         with pytest.raises(epmoe.EPMismatchError, match=f"round {n}: .* The round was closed"):
             getattr(ep, call)(*rows, handle)
@@ -102,9 +104,11 @@ def test_a_call_that_its_operator_refuses_may_be_repeated(ep, monkeypatch):
             patch.setattr(epmoe.native.ops, call, Mock(side_effect=MemoryError))
             getattr(ep, call)(*arguments)
 
+    # No round is open yet.
     for call in ("dispatch", "dispatch_send"):
         refused(call, *INPUTS)
         ep.abort()  # there is nothing to abort
+    # The round stays open, and ends.
     d = ep.dispatch(*INPUTS)
     for call in ("combine", "combine_send"):
         refused(call, d.rows, d)

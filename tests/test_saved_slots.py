@@ -22,11 +22,13 @@ def test_a_job_starts_with_saved_slots(host):
     files all raise.
     """
     names = host.begin(moving(2))
+    # Experts have moved, and the table is saved.
     host.succeed(names, rotate)
     host.succeed(names, finish)
     saved = host.succeed(names, save, host.folder)[0]
     first = [[p % E for p in range(2 * S)]] * L
     assert saved != first
+    # A new job begins with it, and goes on after a death.
     host.succeed(names, create, moving(2, S, host.folder / "slots.json"))
     assert host.succeed(names, table) == [saved] * 2
     host.play(names)
@@ -115,6 +117,7 @@ def test_a_layer_loads_what_its_slots_hold(tmp_path):
             epmoe.MoELayer.from_full(ep, randn(E, D), w_gate_up, w_down).requires_grad_(False)
             for _ in range(L)
         ]
+        # Each layer has the experts of its slots.
         for layer, held in zip(layers, ([3, 1, 2, 0], [1, 0, 3, 2]), strict=True):
             assert torch.equal(layer.experts.w_down, w_down[held])
         x = randn(5, D, seed=3)

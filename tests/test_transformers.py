@@ -108,12 +108,14 @@ def test_metrics_of_a_model():
 
 def test_configure_names_a_wrong_key_and_keeps_earlier_settings():
     integration.configure(max_num_tokens_per_rank=7, timeout_s=3.0)
+    # A wrong value, an unknown key and a wrong type.
     with pytest.raises(ConfigError, match="`exchange.timeout_s`"):
         integration.configure(timeout_s=-1.0)
     with pytest.raises(ConfigError, match="did you mean `max_num_tokens_per_rank`"):
         integration.configure(max_num_tokens=8)
     with pytest.raises(ConfigError, match="`static` must be True or False, got 'yes'"):
         integration.configure(static="yes")
+    # Settings of both right calls hold.
     integration.configure(timeout_s=4.0)
     experts = experts_of(loaded("gpt_oss", experts_implementation="epmoe"))
     with torch.no_grad():
@@ -121,6 +123,7 @@ def test_configure_names_a_wrong_key_and_keeps_earlier_settings():
     (layers,) = integration.shared()
     config = layers.ep.config
     assert (config.capacity.max_num_tokens_per_rank, config.exchange.timeout_s) == (7, 4.0)
+    # Another call begins anew.
     integration.configure()
     with pytest.raises(RuntimeError, match="closed"):
         layers.ep.health()
@@ -171,10 +174,12 @@ def test_a_layer_in_static_mode_compiles_after_its_first_call():
 def test_weights_are_used_where_they_lie(name):
     experts = experts_of(loaded(name, experts_implementation="epmoe"))
     inputs = tokens_for(experts, 8, 2)
+    # A gate that is unknown is called, and gives the same.
     with calls_of_experts() as calls:
         want = experts(*inputs)
         experts._apply_gate = functools.partial(type(experts)._apply_gate, experts)  # unknown
         assert_close(experts(*inputs), want, slack=4)
+    # The experts have the memory of the module.
     ((used, *_),) = calls
     assert used.gate_up.data_ptr() == experts.gate_up_proj.data_ptr()
     assert used.down.data_ptr() == experts.down_proj.data_ptr()
@@ -212,10 +217,12 @@ def test_experts_without_a_gate(trains):
     x = randn(7, 16, seed=9)
     up, down, up_bias, down_bias = (parameter.double() for parameter in stage.parameters_of(module))
     segments = Segments(torch.tensor([0, 5, 7], dtype=torch.int32), None, 1)
+    # Five rows of the second expert and two of the third.
     with torch.set_grad_enabled(trains):
         computation = stage.computation(module, stage.parameters_of(module), slice(1, 3), trains)
         got = computation.experts(Arrived(x, None, segments, torch.float32))
     assert got.requires_grad == trains
+    # Each row by hand.
     for row, expert in enumerate([1] * 5 + [2] * 2):
         hidden = torch.relu(x[row].double() @ up[expert] + up_bias[expert])
         assert_close(got[row], -(hidden @ down[expert] + down_bias[expert]))

@@ -79,17 +79,20 @@ def test_agrees_with_the_dense_reference(make_ep, rank, size, case):
     kinds = {name: case[name] for name in ("kind", "id_dtype", "weight_dtype")}
     padded = 3 if case["padding"] else 0
     for seed in range(2):
+        # The tokens of all ranks.
         counts = [_num_tokens(case, r, size) for r in range(size)]
         tokens = [
             make_tokens(ep.config, r, T, seed=seed, padded=padded, **kinds)
             for r, T in enumerate(counts)
         ]
+        # How padding is said, and what rides with tokens.
         num_tokens = case["padding"] and case["padding"](tokens[rank].real)
         if isinstance(num_tokens, torch.Tensor):
             num_tokens = num_tokens.to(ep.device, torch.int32)
         extras = case["extra"] and [
             make_extra(case["extra"], r, T, seed) for r, T in enumerate(counts)
         ]
+        # A round by calls, then one by phases.
         options = {
             "num_tokens": num_tokens,
             "phases": bool(seed),
@@ -216,11 +219,13 @@ def test_rows_are_weighted_and_y_is_their_sum(make_ep, rank, size, device, case)
     T, ll_max_tokens, num_sms = case["shape"]
     if device.type == "cpu" and (ll_max_tokens, num_sms) != (256, None):
         pytest.skip("differs on GPUs only")
+    # Copies of experts, aligned segments and the payload of the case.
     placement = {"strategy": "round_robin", "num_redundant_experts": 3}
     dtype, payload = ("bfloat16", "fp8") if fp8 else (case["payload"], "auto")
     options = {"top_k": 6, "hidden": 256, "dtype": dtype, "max_tokens": 40, "placement": placement}
     exchange = {"payload": payload, "num_sms": num_sms}
     ep = make_ep(ll_max_tokens, capacity={"alignment": 8}, exchange=exchange, **options)
+    # Wild tokens, of which ranks have different parts.
     for n in range(3):
         tokens = [
             make_tokens(ep.config, r, T, seed=n, kind="adversarial", padded=r % 3)

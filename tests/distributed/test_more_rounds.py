@@ -55,9 +55,11 @@ class Experts:
     def __call__(self, arrived: Arrived) -> Tensor:
         rows = arrived.plain()
         expert_offsets = arrived.segments.offsets
+        # It fails in one of the rounds.
         self.calls += 1
         if self.calls == self.fails_in:
             raise MemoryError
+        # Each expert multiplies by its own number.
         gain = gains(self.ep.config, rows.shape[1]).to(rows)
         ends = expert_offsets.tolist()
         out = rows.clone()
@@ -208,12 +210,15 @@ def test_ctrl_c_while_ranks_agree_on_the_longest_batch(make_layers, rank, size):
     tokens = make_tokens(layers.ep.config, rank, 3 * M if rank else 1, seed=5)
     check(layers, [1] * size)
     with within(SOON_S):
+        # Rank 0 is interrupted while it waits for the others,
         if rank == 0:
             with ctrl_c(then=lambda: store().set("interrupted", "")):
                 run(layers, tokens)
         else:
+            # who come then, and lose its experts.
             store().wait(["interrupted"])
             assert_lost(run(layers, tokens), layers.ep, tokens, 0)
+        # The next batch is whole.
         check(layers, [M + 1] * size)
     store().delete_key("interrupted")
 

@@ -34,10 +34,12 @@ def test_sending_waits_for_no_rank(make_ep, rank, size):
     ep = make_ep(timeout_s=10)
     tokens = make_tokens(ep.config, rank, 7)
     for _ in range(3):
+        # All but rank 0 send, and then rank 0.
         sent = ep.dispatch_send(*given(ep, tokens)) if rank else None
         dist.barrier()
         d = ep.dispatch_recv(sent or ep.dispatch_send(*given(ep, tokens)))
         rows = run_experts(ep, d)
+        # The same on the way back.
         if rank:
             ep.combine_send(rows, d)
         dist.barrier()
@@ -97,11 +99,13 @@ def test_two_micro_batches_overlap_in_a_graph(make_ep, rank, size, device, T):
     inputs = [given(ep, make_tokens(ep.config, rank, T)) for ep in eps]
     pair = list(zip(eps, inputs, strict=True))
     replay, ys = captured(lambda: overlapped(pair))
+    # Other tokens in the same buffers.
     for n in range(20):
         batches = [make_tokens(ep.config, rank, T, seed=2 * n + i) for i, ep in enumerate(eps)]
         for ep, static, tokens in zip(eps, inputs, batches, strict=True):
             for buffer, values in zip(static, given(ep, tokens), strict=True):
                 buffer.copy_(values)
+        # The graph has their sums.
         replay()
         for ep, y, tokens in zip(eps, ys, batches, strict=True):
             torch.testing.assert_close(
@@ -199,6 +203,7 @@ def test_y_is_the_tensor_that_the_caller_gives(make_ep, rank, layout, phases):
     combine = ep.combine if layout == "expert" else ep.combine_partial
     call = ep.combine_send if phases else combine
     y = torch.full_like(want, torch.nan)
+    # Tensors that cannot be y.
     for wrong, error in (
         (y.float(), TypeError),
         (y[1:], ValueError),
@@ -207,6 +212,7 @@ def test_y_is_the_tensor_that_the_caller_gives(make_ep, rank, layout, phases):
     ):
         with pytest.raises(error, match="`out` must be"):
             call(rows, d, out=wrong)
+    # The right one is written, and returned.
     call(rows, d, out=y)
     if phases:
         assert ep.combine_recv(d) is y

@@ -61,11 +61,13 @@ def test_ctrl_c_ends_a_wait(ep, rank, size, stage):
 def test_a_wait_that_ctrl_c_has_ended_can_be_taken_up_again(ep, rank, size):
     tokens = make_tokens(ep.config, rank, 9)
     sent = ep.dispatch_send(*given(ep, tokens)) if rank == 0 else None
+    # Rank 0 is interrupted in dispatch, before the others come,
     if sent:
         with ctrl_c():
             ep.dispatch_recv(sent)
     dist.barrier()
     d = ep.dispatch_recv(sent) if sent else ep.dispatch(*given(ep, tokens))
+    # and in combine.
     if rank == 0:
         with ctrl_c():
             ep.combine(run_experts(ep, d), d)
@@ -80,6 +82,7 @@ def test_a_signal_whose_handler_returns_does_not_lengthen_the_wait(make_ep, rank
     ep = make_ep(timeout_s=0.4)
     tokens = first_round(ep, 9)
     if rank == 0:
+        # Signals all the time, and nobody comes.
         ticks = []
         before = signal.signal(signal.SIGALRM, lambda number, frame: ticks.append(number))
         signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
@@ -102,12 +105,14 @@ def test_a_signal_handler_may_abort_the_round(ep, rank, size):
     """The call that waits says so: it has no rows to return."""
     tokens = make_tokens(ep.config, rank, 9)
     if rank == 0:
+        # The handler gives the round up while rank 0 waits.
         before = signal.signal(signal.SIGALRM, lambda number, frame: ep.abort())
         said = "round 1 was aborted while this call waited"
         with signalled(signal.SIGALRM), pytest.raises(RuntimeError, match=said):
             ep.dispatch(*given(ep, tokens))
         signal.signal(signal.SIGALRM, before)
     dist.barrier()
+    # The others get through it.
     if rank != 0:
         run_round(ep, tokens)
     assert_y(run_round(ep, tokens), ep.config, tokens)
@@ -119,6 +124,7 @@ def test_a_signal_handler_may_leave_the_group(make_ep, rank, size):
     ep = make_ep()
     tokens = make_tokens(ep.config, rank, 9)
     if rank == 0:
+        # The handler leaves while rank 0 waits.
         before = signal.signal(signal.SIGALRM, lambda number, frame: ep.close())
         with (
             signalled(signal.SIGALRM),
@@ -127,6 +133,7 @@ def test_a_signal_handler_may_leave_the_group(make_ep, rank, size):
             ep.dispatch(*given(ep, tokens))
         signal.signal(signal.SIGALRM, before)
     dist.barrier()
+    # The others hear of it.
     if rank != 0:
         with within(SOON_S), pytest.raises(epmoe.EPTimeoutError, match="left|timed out"):
             run_round(ep, tokens)
@@ -188,6 +195,7 @@ def test_another_thread_waits_without_blocking_the_main_thread(ep, rank, size):
     results = queue.SimpleQueue()
     thread = threading.Thread(target=lambda: results.put(run_round(ep, tokens)))
     if rank == 0:
+        # The other thread waits for ranks, and this one is interrupted.
         thread.start()
         with ctrl_c():
             results.get()
@@ -206,11 +214,13 @@ def test_ctrl_c_ends_a_wait_for_the_gpu(make_ep, rank, size, device):
     tokens = first_round(ep, 9)
     if rank == 0:
         ep.dispatch(*given(ep, tokens))
+        # Each wait is interrupted, and the round is given up.
         for call in (ep.check, ep.health):
             with ctrl_c():
                 call()
         ep.abort()
     dist.barrier()
+    # The others get through it.
     if rank != 0:
         run_round(ep, tokens)
     assert_y(run_round(ep, tokens), ep.config, tokens)

@@ -124,17 +124,20 @@ def test_rows_without_room_and_rounds_given_up(make_ep, rank, size):
     ep = make_ep(experts=E, top_k=K, hidden=256, max_tokens=MOST)
     exchange = TrainingExchange(ep, payload="fp8")
     x, ids, weights, grad = draw(rank, MOST, 256, torch.float32, ep.device)
+    # More rows than were said.
     with pytest.raises(EPOverflowError, match="`num_rows` in training"):
         routed = exchange.dispatch(x, ids, weights, num_rows=8)
         exchange.combine(routed.rows, routed)
         ep.check()
     ep.exchange.drop_reports()
+    # One rank skips a round, and the others give it up.
     if rank == size - 1:
         exchange.skip(RoundShape.of(ep.config, torch.float32))
     else:
         exchange.dispatch(x, ids, weights, num_rows=768)
         ep.abort()
     ep.exchange.drop_reports()
+    # The next round is whole.
     x.requires_grad_()
     routed = exchange.dispatch(x, ids, weights)
     exchange.combine(routed.rows, routed).backward(grad)

@@ -174,6 +174,7 @@ def test_compiled(exchange, inputs, num_rows):
 
 
 def test_a_rank_without_experts_and_one_without_tokens(make_ep, rank, size):
+    # Rank 0 has all experts, and rank 1 no tokens.
     placement = Placement(num_experts=E, ep_size=size, owners=(0,) * E)
     ep = make_ep(experts=E, top_k=K, hidden=D)
     ep.resume(placement=placement)
@@ -182,6 +183,7 @@ def test_a_rank_without_experts_and_one_without_tokens(make_ep, rank, size):
     x = leaf(tokens, D, seed=rank, device=ep.device)
     weights = leaf(tokens, K, seed=9, device=ep.device)
     ids = torch.tensor([[0, 1]], device=ep.device).expand(tokens, K).contiguous()
+    # As many rows as arrive, and a number of them.
     for num_rows in ("exact", 128):
         x.grad = None
         routed = exchange.dispatch(x, ids, weights, weights_on="rows", num_rows=num_rows)
@@ -207,15 +209,18 @@ def test_a_backward_pass_after_resume_is_refused(make_ep, rank, size):
 def test_misuse_is_an_error(exchange, inputs):
     x, ids, weights = inputs
     routed = exchange.dispatch(x, ids, weights, num_rows=128)
+    # While the round is open,
     with pytest.raises(EPStateError, match="still open"):
         exchange.dispatch(x, ids, weights, num_rows=128)
     with pytest.raises(ValueError, match=r"`expert_rows` must be float32 \[128, 32\]"):
         exchange.combine(routed.rows[:5], routed)
+    # behind it,
     y = exchange.combine(routed.rows, routed)
     with pytest.raises(EPStateError, match="needs an open round"):
         exchange.combine(routed.rows, routed)
     with pytest.raises(RuntimeError, match="does not|autograd|differentia"):
         gradients(gradients(y.sum(), x, create_graph=True)[0].sum(), x)
+    # and with other numbers of rows.
     for num_rows in (-1, True, "all"):
         with pytest.raises(ValueError, match="`num_rows` must be"):
             exchange.dispatch(x, ids, weights, num_rows=num_rows)
@@ -230,11 +235,13 @@ def test_backward_passes_in_another_order_on_one_rank_are_a_mismatch(
     x, ids, weights = inputs
     layer = Layer(exchange)
     call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiles else layer
+    # Two micro-batches. Rank 0 goes back through the other one.
     losses = [call(x * scale, ids, weights).sum() for scale in (1.0, 2.0)]
     with pytest.raises(EPMismatchError, match="micro-batch"):
         losses[rank == 0].backward()
         exchange.ep.check()
     assert x.grad is None or not x.grad.any()  # hosts of GPUs run ahead: zeros
+    # The next one is whole.
     if x.device.type == "cpu":
         layer(x, ids, weights).sum().backward()
         assert x.grad.any() and closed(exchange)

@@ -227,6 +227,7 @@ def test_compiled_layers_that_are_sharded(make_ep, size, rank, each):
         fully_shard(module, mesh=mesh)
     x = randn(T, D, seed=rank).to(ep.device)
     torch._dynamo.reset()
+    # Gradients without a compiler and with one.
     found = []
     for call in (model, torch.compile(model, backend="aot_eager")):
         model.zero_grad()

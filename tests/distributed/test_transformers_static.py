@@ -134,6 +134,7 @@ def test_one_graph_without_breaks(rank, every_expert):
         lambda ids: spread(ids, use_cache=False).logits, backend="aot_eager", fullgraph=True
     )
     with torch.no_grad():
+        # Twice, with windows of their own.
         want = single(ids, use_cache=False).logits
         for _ in range(2):
             spread(ids, use_cache=False)  # makes the windows
@@ -189,12 +190,14 @@ def test_a_captured_layer(name, entry_point, rank, device):
     layer.check(x, ids, weights)
     with torch.no_grad():
         replay, y = captured(lambda: layer.spread(x, ids, weights))
+    # Other tokens in the same buffers, now and then all for experts of rank 0.
     for step in range(6):
         inputs = layer.inputs(M, 2, seed=10 * step + rank)
         for buffer, values in zip((x, ids, weights), inputs, strict=True):
             buffer.copy_(values)
         if step % 2:
             ids.remainder_(3)  # experts of rank 0
+        # The replay has the bits of an eager call.
         replay()
         with torch.no_grad():
             assert torch.equal(y, layer.spread(x, ids, weights))
@@ -217,6 +220,7 @@ def test_a_captured_forward_pass(entry_point, shares_batch, rank, size, device, 
 
     with torch.no_grad():
         replay, logits = captured(forward)
+    # Replays of other prompts have the logits of one process.
     for step in range(4):
         ids.copy_(random_ids(8, seed=step if shares_batch else 10 * step + rank))
         replay()

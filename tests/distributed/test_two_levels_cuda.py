@@ -36,12 +36,14 @@ def test_phases_micro_batches_and_streams(make_ep, rank, size, device):
     eps = [make_ep(ranks_per_node=size // 2) for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(3)]
     for n in range(6):
+        # Other tokens in each round.
         batches = [
             make_tokens(ep.config, rank, (3 * n + rank) % 17, seed=2 * n + i)
             for i, ep in enumerate(eps)
         ]
         inputs = [given(ep, tokens) for ep, tokens in zip(eps, batches, strict=True)]
         torch.cuda.synchronize()
+        # The phases of both overlap.
         with torch.cuda.stream(streams[n % 3]):
             sent = [ep.dispatch_send(*tensors) for ep, tensors in zip(eps, inputs, strict=True)]
             received = [ep.dispatch_recv(one) for ep, one in zip(eps, sent, strict=True)]
@@ -84,11 +86,13 @@ def test_replays(make_ep, rank, size, device, T, padded, payload):
     ep = make_ep(64, ranks_per_node=size // 2, top_k=6, **options)
     captured = CapturedRound(ep, T, padded)
     for seed, real in enumerate((0, 1, T // 2, T, 1, T)):
+        # Nothing of an earlier round is left.
         for name in ("rail.received", "rail.sent", "rail.returned", "rail.slots"):
             poison_(ep.exchange.views[name])
         torch.cuda.synchronize()
         meet()  # no rank sends before all have done so
         captured.check(seed, real if rank % 2 == 0 else T - real)
+        # A round outside of the graph.
         if seed % 2:
             tokens = make_tokens(ep.config, rank, 7 - rank, seed=seed)
             assert_y(run_round(ep, tokens), ep.config, tokens)
@@ -111,9 +115,11 @@ def test_a_capture_behind_an_abort_is_refused(make_ep, rank, size, device):
     tokens = make_tokens(ep.config, rank, 5)
     assert_y(run_round(ep, tokens), ep.config, tokens)
     inputs = given(ep, tokens)
+    # A round that this rank gives up.
     ep.dispatch_send(*inputs)
     ep.abort()
     torch.cuda.synchronize()
+    # The next one cannot be captured, and the one behind it can.
     refused = pytest.raises(RuntimeError, match="run a round outside of the graph first")
     with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
         ep.dispatch(*inputs)
@@ -139,12 +145,14 @@ def test_a_rank_that_does_not_replay_is_named(make_ep, rank, size, device):
     captured = CapturedRound(ep, 16)
     captured.check(1, 16)
     meet()
+    # All others name it.
     if rank != size // 2:
         begin = time.monotonic()
         captured.replay()
         with pytest.raises(epmoe.EPTimeoutError) as error:
             ep.check()
         assert_named(ep, error.value, begin)
+        # Later replays end with zeros, too.
         for _ in range(2):
             torch.cuda.synchronize()
             assert captured.y.eq(0).all()
@@ -160,11 +168,13 @@ def test_a_rank_that_leaves_at_its_error(make_ep, rank, size, device):
     tokens = make_tokens(ep.config, rank, 6)
     assert_y(run_round(ep, tokens), ep.config, tokens)
     meet()
+    # One rank stays away, and all others name it.
     if rank != size // 2:
         begin = time.monotonic()
         with pytest.raises(epmoe.EPTimeoutError, match=rf"\[{size // 2}\]") as error:
             run_round(ep, tokens)
             ep.check()
+        # Rank 0 leaves at once.
         if rank == 0:
             ep.close()
         else:

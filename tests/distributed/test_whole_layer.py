@@ -73,6 +73,7 @@ def test_frozen_parts_have_no_gradients(layer, monkeypatch, trained):
         y_TD = layer(x_TD).nan_to_num()
         return torch.autograd.grad(y_TD.square().sum(), [x_TD, *wanted])
 
+    # At once, and by parts.
     whole = found()
     by_parts(monkeypatch)
     for got, want in zip(map(local, whole), map(local, found()), strict=True):

@@ -101,6 +101,14 @@ def folder(size) -> Iterator[Path]:
         dist.barrier()
 
 
+@pytest.fixture
+def ep(size) -> Iterator[ExpertParallel]:
+    """Over all ranks, none of which leaves before the others have ended the test."""
+    with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M)) as ep:
+        yield ep
+        dist.barrier()
+
+
 @contextlib.contextmanager
 def side(
     rank: int,
@@ -258,35 +266,34 @@ def test_a_token_meets_one_version(rank, size, folder, kind, trainers, monkeypat
 
 
 @torch.inference_mode()
-def test_ranks_that_give_rounds_up_flip_with_the_others(rank, size, folder):
+def test_ranks_that_give_rounds_up_flip_with_the_others(ep, rank, size, folder):
     """Such a rank waits for nobody, so it may be a round behind or before the others."""
-    with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M)) as ep:
-        model = Model(ep, 0, layers=1)
-        x = randn(1, D)
-        random = Random(rank)
-        versions = [-1]
-        sender = WeightSender(model, folder)
-        receiver = WeightReceiver(ep, model, folder)
-        for _ in range(400):
-            # The next version is sent once the last one serves.
-            if receiver.version == versions[0]:
-                versions[0] += 1
-                sender.send(versions[0])
-            time.sleep(random.choice((0, 0, 0.003)))
-            # A round with tokens, or one that this rank gives up.
-            if random.randrange(2):
-                model(x)
-            else:
-                ep.skip(tag=1)
-            receiver.tick()
-            versions.append(receiver.version)
-        receiver.close()
-        seen = of_all(versions)
+    model = Model(ep, 0, layers=1)
+    x = randn(1, D)
+    random = Random(rank)
+    versions = [-1]
+    sender = WeightSender(model, folder)
+    receiver = WeightReceiver(ep, model, folder)
+    for _ in range(400):
+        # The next version is sent once the last one serves.
+        if receiver.version == versions[0]:
+            versions[0] += 1
+            sender.send(versions[0])
+        time.sleep(random.choice((0, 0, 0.003)))
+        # A round with tokens, or one that this rank gives up.
+        if random.randrange(2):
+            model(x)
+        else:
+            ep.skip(tag=1)
+        receiver.tick()
+        versions.append(receiver.version)
+    receiver.close()
+    seen = of_all(versions)
     assert seen == [versions] * size and versions[-1] > 5
 
 
 @torch.inference_mode()
-def test_no_other_thread_has_a_round_while_weights_load(rank, size, folder, monkeypatch):
+def test_no_other_thread_has_a_round_while_weights_load(ep, rank, size, folder, monkeypatch):
     flip = WeightReceiver._flip
     refused = []
     inputs = (randn(1, D), torch.zeros(1, K).int(), torch.ones(1, K))
@@ -296,20 +303,18 @@ def test_no_other_thread_has_a_round_while_weights_load(rank, size, folder, monk
         refused.append(True)
         flip(*arguments)
 
-    with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M)) as ep:
-        model = Model(ep, 0)
-        sender = WeightSender(model, folder)
-        receiver = WeightReceiver(ep, model, folder)
-        monkeypatch.setattr(WeightReceiver, "_flip", interrupted)
-        sender.send(1)
-        receiver.load(1)
-        receiver.close()
-        assert refused == [True] and receiver.version == 1
-        dist.barrier()
+    model = Model(ep, 0)
+    sender = WeightSender(model, folder)
+    receiver = WeightReceiver(ep, model, folder)
+    monkeypatch.setattr(WeightReceiver, "_flip", interrupted)
+    sender.send(1)
+    receiver.load(1)
+    receiver.close()
+    assert refused == [True] and receiver.version == 1
 
 
 @torch.inference_mode()
-def test_a_tick_that_was_interrupted_is_done_again(rank, size, folder, monkeypatch):
+def test_a_tick_that_was_interrupted_is_done_again(ep, rank, size, folder, monkeypatch):
     submit = Worker.submit
     interrupts = []
 
@@ -319,59 +324,54 @@ def test_a_tick_that_was_interrupted_is_done_again(rank, size, folder, monkeypat
         interrupts.append(True)
         raise KeyboardInterrupt
 
-    with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M)) as ep:
-        model = Model(ep, 0)
-        sender = WeightSender(model, folder)
-        receiver = WeightReceiver(ep, model, folder)
-        monkeypatch.setattr(Worker, "submit", interrupted)
-        sender.send(1)
-        for _ in range(2000):
-            model(randn(1, D))
-            with contextlib.suppress(KeyboardInterrupt):
-                if receiver.tick():
-                    break
-        receiver.close()
-        assert interrupts and receiver.version == 1
-        dist.barrier()
+    model = Model(ep, 0)
+    sender = WeightSender(model, folder)
+    receiver = WeightReceiver(ep, model, folder)
+    monkeypatch.setattr(Worker, "submit", interrupted)
+    sender.send(1)
+    for _ in range(2000):
+        model(randn(1, D))
+        with contextlib.suppress(KeyboardInterrupt):
+            if receiver.tick():
+                break
+    receiver.close()
+    assert interrupts and receiver.version == 1
 
 
 @torch.inference_mode()
-def test_a_load_that_one_rank_leaves_calls_a_flip_off_for_all(rank, size, folder, monkeypatch):
+def test_a_load_that_one_rank_leaves_calls_a_flip_off_for_all(ep, rank, size, folder, monkeypatch):
     def interrupted(*_: object) -> None:
         raise RuntimeError("interrupted")
 
-    with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M)) as ep:
-        model = Model(ep, 0, layers=1)
-        versions = []
-        sender = WeightSender(model, folder)
-        receiver = WeightReceiver(ep, model, folder)
-        sender.send(1)
-        while (
-            ops.read_words(receiver._words)[receiver_module._ROUND] < 0
-        ):  # until a flip is to come
-            model(randn(1, D))
-            receiver.tick()
-            dist.barrier()
-        # The last rank is interrupted in `load`, and no rank flips.
-        sender.send(2)
-        with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="interrupted"):
-            if rank == size - 1:
-                patched.setattr(WeightReceiver, "_await_worker", interrupted)
-            receiver.load(2)
-        assert receiver.version == -1
-        # Rounds bring the version to all at once.
-        for _ in range(300):
-            model(randn(1, D))
-            receiver.tick()
-            versions.append(receiver.version)
-            time.sleep(0.001)
-        receiver.close()
-        seen = of_all(versions)
+    model = Model(ep, 0, layers=1)
+    versions = []
+    sender = WeightSender(model, folder)
+    receiver = WeightReceiver(ep, model, folder)
+    sender.send(1)
+    while ops.read_words(receiver._words)[receiver_module._ROUND] < 0:  # until a flip is to come
+        model(randn(1, D))
+        receiver.tick()
+        dist.barrier()
+    # The last rank is interrupted in `load`, and no rank flips.
+    sender.send(2)
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="interrupted"):
+        if rank == size - 1:
+            patched.setattr(WeightReceiver, "_await_worker", interrupted)
+        receiver.load(2)
+    assert receiver.version == -1
+    # Rounds bring the version to all at once.
+    for _ in range(300):
+        model(randn(1, D))
+        receiver.tick()
+        versions.append(receiver.version)
+        time.sleep(0.001)
+    receiver.close()
+    seen = of_all(versions)
     assert seen == [versions] * size and versions[-1] == 2
 
 
 @torch.inference_mode()
-def test_a_load_whose_flip_fails_on_one_rank_is_done_again(rank, size, folder):
+def test_a_load_whose_flip_fails_on_one_rank_is_done_again(ep, rank, size, folder):
     """The others have the version then."""
     fails = [True] if rank == size - 1 else []
 
@@ -380,96 +380,91 @@ def test_a_load_whose_flip_fails_on_one_rank_is_done_again(rank, size, folder):
             fails.pop()
             raise RuntimeError("interrupted")
 
-    with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M)) as ep:
-        model = Model(ep, 0, layers=1)
-        sender = WeightSender(model, folder)
-        receiver = WeightReceiver(ep, model, folder, dense=take)
-        send(model, sender, 1)
-        with pytest.raises(RuntimeError, match="interrupted"):
-            receiver.load(1)
+    model = Model(ep, 0, layers=1)
+    sender = WeightSender(model, folder)
+    receiver = WeightReceiver(ep, model, folder, dense=take)
+    send(model, sender, 1)
+    with pytest.raises(RuntimeError, match="interrupted"):
         receiver.load(1)
-        experts = model.layers[0].experts
-        held = ep.logical_experts()
-        assert receiver.version == 1 and torch.equal(experts.w_down, weights(1, 0)[2][held])
-        receiver.close()
+    receiver.load(1)
+    experts = model.layers[0].experts
+    held = ep.logical_experts()
+    assert receiver.version == 1 and torch.equal(experts.w_down, weights(1, 0)[2][held])
+    receiver.close()
 
 
 @torch.inference_mode()
-def test_ranks_that_hold_different_versions_do_not_serve(rank, size, folder):
+def test_ranks_that_hold_different_versions_do_not_serve(ep, rank, size, folder):
     """A flip has failed on the last rank, and the version has gone. They say so, until the host or
     the trainer has given all ranks the same.
     """
     if size < 2:
         pytest.skip("one rank holds what it holds")
     last = rank == size - 1
-    with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M)) as ep:
-        model = Model(ep, 0, layers=1)
-        sender = WeightSender(model, folder)
-        sender.send(1)
-        receiver = WeightReceiver(ep, model, folder)
-        assert receiver.version == 1
-        # The last rank says that it holds another version, and the folder is empty.
-        if last:
-            ep.versions.put(model.layers, Held(2, "other"))  # as after a flip of this rank alone
-        dist.barrier()
-        for part in folder.glob("v*"):
-            part.unlink(missing_ok=True)
-        dist.barrier()
-        # All hear who holds what, until the host says a version.
-        said = f"rank 0 has version 1 of trainer .*, rank {size - 1} has version 2 of trainer other"
-        with pytest.raises((EPStateError, RuntimeError), match=said):
-            WeightReceiver(ep, model, folder)
-        assert WeightReceiver(ep, model, folder, version=5).version == 5
-        assert WeightReceiver(ep, model, folder).version == 5
-        # The last rank has joined, and has weights of none.
-        if last:  # as a rank that has joined
-            ep.versions.put(model.layers, FIRST)
-        with pytest.raises((EPStateError, RuntimeError), match="has the weights that it began w"):
-            WeightReceiver(ep, model, folder)
-        # A version of the trainer settles it, too.
-        sender.send(6)
-        dist.barrier()
-        assert WeightReceiver(ep, model, folder).version == 6
-        dist.barrier()
+    model = Model(ep, 0, layers=1)
+    sender = WeightSender(model, folder)
+    sender.send(1)
+    receiver = WeightReceiver(ep, model, folder)
+    assert receiver.version == 1
+    # The last rank says that it holds another version, and the folder is empty.
+    if last:
+        ep.versions.put(model.layers, Held(2, "other"))  # as after a flip of this rank alone
+    dist.barrier()
+    for part in folder.glob("v*"):
+        part.unlink(missing_ok=True)
+    dist.barrier()
+    # All hear who holds what, until the host says a version.
+    said = f"rank 0 has version 1 of trainer .*, rank {size - 1} has version 2 of trainer other"
+    with pytest.raises((EPStateError, RuntimeError), match=said):
+        WeightReceiver(ep, model, folder)
+    assert WeightReceiver(ep, model, folder, version=5).version == 5
+    assert WeightReceiver(ep, model, folder).version == 5
+    # The last rank has joined, and has weights of none.
+    if last:  # as a rank that has joined
+        ep.versions.put(model.layers, FIRST)
+    with pytest.raises((EPStateError, RuntimeError), match="has the weights that it began w"):
+        WeightReceiver(ep, model, folder)
+    # A version of the trainer settles it, too.
+    sender.send(6)
+    dist.barrier()
+    assert WeightReceiver(ep, model, folder).version == 6
 
 
 @torch.inference_mode()
-def test_a_version_that_is_not_finite_on_one_rank_is_passed_over_by_all(rank, size, folder):
-    with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M)) as ep:
-        model = Model(ep, 0, layers=1)
-        sender = WeightSender(Model(ep, 1, layers=1), folder)
-        receiver = WeightReceiver(ep, model, folder)
-        sender.send(1)
-        receiver.load(1)
-        # Version 2 has a NaN in an expert of the last rank.
-        sent = sender._layers["layers.0"].experts
-        sent.w_down[-1, 0, 0] = torch.nan if rank == size - 1 else 0.0
-        sender.send(2)
-        stop = torch.zeros(1, dtype=torch.int32)
-        while not stop:  # until all have heard of it
-            receiver.tick()
-            model(randn(1, D))
-            stop.fill_(receiver.problem is not None)
-            dist.all_reduce(stop, dist.ReduceOp.MIN)
-        # It says where, and the others that it has not taken the version.
-        last = f"rank {size - 1} has not taken version 2: its `problem` says why"
-        where = f"version 2 .* not finite in float32: `w_down` of expert {E - 1} of 'layers.0'"
-        assert re.match(where if rank == size - 1 else last, str(receiver.problem))
-        with pytest.raises((TimeoutError, RuntimeError), match=where):
-            receiver.load(2, 0.01)
-        assert receiver.version == 1 and re.match(where, str(receiver.problem))
-        # The next version is taken.
-        sent.w_down[-1, 0, 0] = 0.0
-        sender.send(3)
-        receiver.load(3)
-        assert receiver.version == 3 and receiver.problem is None
-        receiver.close()
-        dist.barrier()
+def test_a_version_that_is_not_finite_on_one_rank_is_passed_over_by_all(ep, rank, size, folder):
+    model = Model(ep, 0, layers=1)
+    sender = WeightSender(Model(ep, 1, layers=1), folder)
+    receiver = WeightReceiver(ep, model, folder)
+    sender.send(1)
+    receiver.load(1)
+    # Version 2 has a NaN in an expert of the last rank.
+    sent = sender._layers["layers.0"].experts
+    sent.w_down[-1, 0, 0] = torch.nan if rank == size - 1 else 0.0
+    sender.send(2)
+    stop = torch.zeros(1, dtype=torch.int32)
+    while not stop:  # until all have heard of it
+        receiver.tick()
+        model(randn(1, D))
+        stop.fill_(receiver.problem is not None)
+        dist.all_reduce(stop, dist.ReduceOp.MIN)
+    # It says where, and the others that it has not taken the version.
+    last = f"rank {size - 1} has not taken version 2: its `problem` says why"
+    where = f"version 2 .* not finite in float32: `w_down` of expert {E - 1} of 'layers.0'"
+    assert re.match(where if rank == size - 1 else last, str(receiver.problem))
+    with pytest.raises((TimeoutError, RuntimeError), match=where):
+        receiver.load(2, 0.01)
+    assert receiver.version == 1 and re.match(where, str(receiver.problem))
+    # The next version is taken.
+    sent.w_down[-1, 0, 0] = 0.0
+    sender.send(3)
+    receiver.load(3)
+    assert receiver.version == 3 and receiver.problem is None
+    receiver.close()
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("starts", [True, False])
-def test_a_version_that_goes_while_it_is_read(rank, size, folder, starts, monkeypatch):
+def test_a_version_that_goes_while_it_is_read(ep, rank, size, folder, starts, monkeypatch):
     """The last rank comes too late, so all ranks take the newest one that is there then."""
     map_version = receiver_module.map_version
 
@@ -482,20 +477,18 @@ def test_a_version_that_goes_while_it_is_read(rank, size, folder, starts, monkey
         dist.barrier()
         return mapped or map_version(*arguments)
 
-    with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M)) as ep:
-        model = Model(ep, 0, layers=1)
-        sender = WeightSender(model, folder, keep=2)
-        receiver = None if starts else WeightReceiver(ep, model, folder, dense=model.take_routers)
-        # Versions 2 and 3 push version 1 out while it is mapped.
-        send(model, sender, 1)
-        dist.barrier()
-        monkeypatch.setattr(receiver_module, "map_version", overtaken)
-        receiver = receiver or WeightReceiver(ep, model, folder, dense=model.take_routers)
-        receiver.load(1)
-        assert receiver.version == 3
-        assert torch.equal(model.layers[0].experts.w_down, weights(3, 0)[2][ep.logical_experts()])
-        receiver.close()
-        dist.barrier()
+    model = Model(ep, 0, layers=1)
+    sender = WeightSender(model, folder, keep=2)
+    receiver = None if starts else WeightReceiver(ep, model, folder, dense=model.take_routers)
+    # Versions 2 and 3 push version 1 out while it is mapped.
+    send(model, sender, 1)
+    dist.barrier()
+    monkeypatch.setattr(receiver_module, "map_version", overtaken)
+    receiver = receiver or WeightReceiver(ep, model, folder, dense=model.take_routers)
+    receiver.load(1)
+    assert receiver.version == 3
+    assert torch.equal(model.layers[0].experts.w_down, weights(3, 0)[2][ep.logical_experts()])
+    receiver.close()
 
 
 def test_no_version_has_parts_of_two_trainers(rank, size, folder):
@@ -569,16 +562,14 @@ def test_a_trainer_of_other_ranks_goes_on(rank, size, folder):
     dist.barrier()
 
 
-def test_shards_of_dense_weights_are_refused(rank, size, folder):
+def test_shards_of_dense_weights_are_refused(ep, rank, size, folder):
     if size < 2:
         pytest.skip("one rank has all of a tensor")
-    with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D, max_tokens=M)) as ep:
-        model = fully_shard(Model(ep, 0))
-        with pytest.raises(
-            TypeError, match=r"`dense\['a'\]` must be a plain tensor, such as `full_tensor\(\)`"
-        ):
-            WeightSender(model, folder).send(1, {"a": model.layers[0].router_weight})
-        dist.barrier()
+    model = fully_shard(Model(ep, 0))
+    with pytest.raises(
+        TypeError, match=r"`dense\['a'\]` must be a plain tensor, such as `full_tensor\(\)`"
+    ):
+        WeightSender(model, folder).send(1, {"a": model.layers[0].router_weight})
     assert newest_version(folder) == -1
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -220,19 +221,26 @@ def test_a_signal_during_wake(host, step):
     assert host.do(names, ranks.captures) == [[0]] * 2
 
 
+@pytest.fixture
+def ep() -> Iterator[epmoe.ExpertParallel]:
+    """Of this process alone."""
+    config = ranks.staying(ranks.spread(1, 1), torch.device("cpu"))
+    with epmoe.ExpertParallel(config) as ep:
+        yield ep
+
+
 @pytest.mark.parametrize("step", ["checks", "maps", "has windows"])
-def test_no_other_thread_joins_while_one_wakes(step):
-    with epmoe.ExpertParallel(ranks.staying(ranks.spread(1, 1), torch.device("cpu"))) as ep:
-        ep.sleep(lambda: refuse_another_thread(ep.poll))
-        ranks.fail_in(
-            None, step, lambda: [refuse_another_thread(call) for call in (ep.wake, ep.resume)]
-        )
-        ep.wake()
-        assert ep.generation == 1
+def test_no_other_thread_joins_while_one_wakes(ep, step):
+    ep.sleep(lambda: refuse_another_thread(ep.poll))
+    ranks.fail_in(
+        None, step, lambda: [refuse_another_thread(call) for call in (ep.wake, ep.resume)]
+    )
+    ep.wake()
+    assert ep.generation == 1
 
 
 @pytest.mark.parametrize("step", ["wake", "resume"])
-def test_close_leaves_what_another_thread_has_mapped(monkeypatch, step):
+def test_close_leaves_what_another_thread_has_mapped(ep, monkeypatch, step):
     """On a GPU its kernels would end the process."""
     begin = NodeExchange.begin
     mapped = []
@@ -243,65 +251,61 @@ def test_close_leaves_what_another_thread_has_mapped(monkeypatch, step):
             other.submit(ep.close).result()
         mapped.extend(places.mapped for places in ep._addresses._scratch.values())
 
-    with epmoe.ExpertParallel(ranks.staying(ranks.spread(1, 1), torch.device("cpu"))) as ep:
-        ep.sleep()
-        if step == "resume":
-            ep.wake()
-        monkeypatch.setattr(NodeExchange, "begin", closed_meanwhile)
-        getattr(ep, step)()
-        assert mapped == [True] and ep.capture_is_valid(0)
-
-
-def test_no_thread_joins_after_a_call_within_a_call():
-    """Of a signal handler, which wakes the group up in the middle of a failing `resume`."""
-    with epmoe.ExpertParallel(ranks.staying(ranks.spread(1, 1), torch.device("cpu"))) as ep:
-        ep.sleep()
-
-        def handler() -> None:
-            ranks.fail_in(None, "checks", raise_interrupted)
-            with pytest.raises(EPResumeError):
-                ep.resume()
-            refuse_another_thread(ep.wake)
-
-        ranks.fail_in(None, "checks", handler)
+    ep.sleep()
+    if step == "resume":
         ep.wake()
+    monkeypatch.setattr(NodeExchange, "begin", closed_meanwhile)
+    getattr(ep, step)()
+    assert mapped == [True] and ep.capture_is_valid(0)
 
 
-def test_a_resume_that_is_interrupted_keeps_no_move_to_itself():
+def test_no_thread_joins_after_a_call_within_a_call(ep):
+    """Of a signal handler, which wakes the group up in the middle of a failing `resume`."""
+    ep.sleep()
+
+    def handler() -> None:
+        ranks.fail_in(None, "checks", raise_interrupted)
+        with pytest.raises(EPResumeError):
+            ep.resume()
+        refuse_another_thread(ep.wake)
+
+    ranks.fail_in(None, "checks", handler)
+    ep.wake()
+
+
+def test_a_resume_that_is_interrupted_keeps_no_move_to_itself(ep):
     """A signal handler raises at any step: the next `resume` returns what the caller has not
     learned.
     """
     lost = 0
-    with epmoe.ExpertParallel(ranks.staying(ranks.spread(1, 1), torch.device("cpu"))) as ep:
-        for event in itertools.count():
-            generation = ep.generation
-            with interrupted_at(event, {service.__file__}) as interrupts, suppress(EPResumeError):
-                ep.resume()
-            if not interrupts.came:
-                break
-            changed = ep.generation != generation
-            assert len(ep.resume()) == ranks.EXPERTS * changed
-            lost += changed
+    for event in itertools.count():
+        generation = ep.generation
+        with interrupted_at(event, {service.__file__}) as interrupts, suppress(EPResumeError):
+            ep.resume()
+        if not interrupts.came:
+            break
+        changed = ep.generation != generation
+        assert len(ep.resume()) == ranks.EXPERTS * changed
+        lost += changed
     assert lost > 0
 
 
-def test_close_gives_back_what_a_failed_load_has_kept():
+def test_close_gives_back_what_a_failed_load_has_kept(ep):
     """Replays of graphs of other groups look into scratch."""
-    with epmoe.ExpertParallel(ranks.staying(ranks.spread(1, 1), torch.device("cpu"))) as ep:
-        scratch = ep._addresses._scratch.values()
-        ep.sleep()
-        with pytest.raises(ZeroDivisionError):
-            ep.wake(lambda: 1 / 0)
-        assert [places.mapped for places in scratch] == [True]
+    scratch = ep._addresses._scratch.values()
+    ep.sleep()
+    with pytest.raises(ZeroDivisionError):
+        ep.wake(lambda: 1 / 0)
+    assert [places.mapped for places in scratch] == [True]
+    ep.close()
     assert [places.mapped for places in scratch] == [False]
 
 
-def test_what_cannot_sleep_or_wake():
-    config = ranks.staying(ranks.spread(1, 1), torch.device("cpu"))
-    with epmoe.ExpertParallel(config) as ep:
+def test_what_cannot_sleep_or_wake(ep):
+    with ep:
         with pytest.raises(EPStateError, match="does not sleep"):
             ep.wake()
-        tokens = make_tokens(config, 0, 3)
+        tokens = make_tokens(ep.config, 0, 3)
         d = ep.dispatch(tokens.x, tokens.ids, tokens.weights)
         with pytest.raises(EPStateError, match="a round is open"):
             ep.sleep()

@@ -33,13 +33,25 @@ from epmoe.exchange.window_nvlink import _check_peer_access
 from epmoe.group.peers import Peers
 from epmoe.native.arguments import check_tensor
 
+E = 12
+D = 64
+K = 3
+M = 16
+CONFIG = alone(E, K, D, max_tokens=M)
 
-def test_one_process_is_a_group_of_one():
-    with epmoe.ExpertParallel(alone()) as ep:
-        assert (ep.rank, ep.size, ep.num_local_experts, ep.device.type) == (0, 1, 8, "cpu")
-        x = torch.randn(3, 64)
-        d = ep.dispatch(x, torch.tensor([[0, 1], [2, 2], [7, -1]]), torch.ones(3, 2))
-        assert torch.equal(ep.combine(d.rows, d), x * torch.tensor([[2.0], [2.0], [1.0]]))
+
+@pytest.fixture
+def ep():
+    with epmoe.ExpertParallel(CONFIG) as ep:
+        yield ep
+
+
+def test_one_process_is_a_group_of_one(ep):
+    assert (ep.rank, ep.size, ep.num_local_experts, ep.device.type) == (0, 1, E, "cpu")
+    x = torch.randn(3, 64)
+    d = ep.dispatch(x, torch.tensor([[0, 1], [2, 2], [7, -1]]), torch.ones(3, 2))
+    assert torch.equal(ep.combine(d.rows, d), x * torch.tensor([[2.0], [2.0], [1.0]]))
+    ep.close()
     for call in (ep.health, ep.poll):
         with pytest.raises(RuntimeError, match="this ExpertParallel is closed"):
             call()
@@ -66,52 +78,48 @@ def test_models_may_be_built_under_a_default_device():
         assert torch.equal(layer(x), usual(x))
 
 
-def test_experts_hear_of_ranks_that_bring_more():
+def test_experts_hear_of_ranks_that_bring_more(ep):
     """Which GEMM is best follows from the rows of all ranks, of which a rank with one token knows
     nothing.
     """
     x = torch.randn(1, 64)
     ids = torch.zeros(1, 2, dtype=torch.int32)
     weights = torch.ones(1, 2)
-    with epmoe.ExpertParallel(alone()) as ep:
-        # The own pairs over all experts, or those of the batch that is told.
-        own = 2 / 8
-        told = 16 * 2 / 8
-        after = 2 / 8
-        for within, rows in ((None, own), (16, told), (0, own), (None, after)):
-            with ep.at_most(within):
-                d = ep.dispatch(x, ids, weights)
-            assert d.segments["rows_per_expert"] == rows
-            ep.abort(d)
-        for wrong in (-1, 1.5):
-            with (
-                pytest.raises(ValueError, match="`tokens` must be an int of at least 0"),
-                ep.at_most(wrong),
-            ):
-                raise AssertionError
+    # The own pairs over all experts, or those of the batch that is told.
+    own = 2 / E
+    told = 16 * 2 / E
+    after = 2 / E
+    for within, rows in ((None, own), (16, told), (0, own), (None, after)):
+        with ep.at_most(within):
+            d = ep.dispatch(x, ids, weights)
+        assert d.segments["rows_per_expert"] == rows
+        ep.abort(d)
+    for wrong in (-1, 1.5):
+        with (
+            pytest.raises(ValueError, match="`tokens` must be an int of at least 0"),
+            ep.at_most(wrong),
+        ):
+            raise AssertionError
 
 
-def test_a_backward_pass_that_needs_rows_of_an_earlier_round_raises():
+def test_a_backward_pass_that_needs_rows_of_an_earlier_round_raises(ep):
     """`d.rows` is a window: saved for a backward pass, it would hold the rows of another layer by
     then.
     """
     w = torch.randn(64, requires_grad=True)
-    with epmoe.ExpertParallel(alone()) as ep:
-        for _ in range(2):
-            d = ep.dispatch(
-                torch.randn(3, 64), torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)
-            )
-            loss = (d.rows * w).sum()
-            ep.combine(d.rows, d)
-        # Rows of the last round are still there.
-        loss.backward()  # of the last round
+    for _ in range(2):
+        d = ep.dispatch(torch.randn(3, 64), torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1))
         loss = (d.rows * w).sum()
-        ep.combine(
-            d.rows,
-            ep.dispatch(torch.randn(3, 64), torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)),
-        )
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
+        ep.combine(d.rows, d)
+    # Rows of the last round are still there.
+    loss.backward()  # of the last round
+    loss = (d.rows * w).sum()
+    ep.combine(
+        d.rows,
+        ep.dispatch(torch.randn(3, 64), torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)),
+    )
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 NO_IDS = torch.empty(2, 0, dtype=torch.int32).t()
@@ -140,16 +148,15 @@ EMPTY = torch.empty(0, 128), torch.empty(0, 4, dtype=torch.int32), torch.empty(0
         ),
     ],
 )
-def test_rows_may_start_anywhere(x, ids, weights):
+def test_rows_may_start_anywhere(ep, x, ids, weights):
     """Not only at multiples of 16 bytes; a row alone and no row may have any stride. combine needs
     used rows only.
     """
-    with epmoe.ExpertParallel(alone()) as ep:
-        for _ in range(2):  # the second call finds its template
-            d = ep.dispatch(x, ids, weights)
-            # Outputs of experts may start anywhere, too.
-            unaligned = torch.empty(d.rows.numel() + 1)[1:].view_as(d.rows).copy_(d.rows)
-            assert torch.equal(ep.combine(unaligned[: d.expert_offsets[-1]], d), x)
+    for _ in range(2):  # the second call finds its template
+        d = ep.dispatch(x, ids, weights)
+        # Outputs of experts may start anywhere, too.
+        unaligned = torch.empty(d.rows.numel() + 1)[1:].view_as(d.rows).copy_(d.rows)
+        assert torch.equal(ep.combine(unaligned[: d.expert_offsets[-1]], d), x)
 
 
 def test_another_gpu_is_another_device():
@@ -176,7 +183,7 @@ class Interrupted(Exception):
     """What a signal handler raises."""
 
 
-def test_a_signal_at_the_edge_of_a_turn_does_not_leave_it_held():
+def test_a_signal_at_the_edge_of_a_turn_does_not_leave_it_held(ep):
     """Anywhere in a call that does nothing."""
 
     def handler(*_: object) -> None:
@@ -185,19 +192,18 @@ def test_a_signal_at_the_edge_of_a_turn_does_not_leave_it_held():
     before = signal.signal(signal.SIGALRM, handler)
     draw = random.Random(0)
     interrupted = 0
-    with epmoe.ExpertParallel(alone()) as ep:
-        for _ in range(10_000):
+    for _ in range(10_000):
+        try:
             try:
-                try:
-                    # A timer as short as the call: it ends before, within or behind it.
-                    signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-6, 3e-5))
-                    ep.alone(int)
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-            except Interrupted:
-                # Wherever it came, no thread holds the turn.
-                interrupted += 1
-                assert ep.exchange.thread == 0
+                # A timer as short as the call: it ends before, within or behind it.
+                signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-6, 3e-5))
+                ep.alone(int)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        except Interrupted:
+            # Wherever it came, no thread holds the turn.
+            interrupted += 1
+            assert ep.exchange.thread == 0
     signal.signal(signal.SIGALRM, before)
     assert interrupted > 100
 
@@ -287,19 +293,6 @@ def test_too_few_files(monkeypatch):
         RuntimeError, match=r"may not open more files \(its limit is \d+\).*ulimit -n"
     ):
         epmoe.ExpertParallel(alone())
-
-
-E = 12
-D = 64
-K = 3
-M = 16
-CONFIG = alone(E, K, D, max_tokens=M)
-
-
-@pytest.fixture
-def ep():
-    with epmoe.ExpertParallel(CONFIG) as ep:
-        yield ep
 
 
 def inputs(T: int = 5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

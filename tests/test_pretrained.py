@@ -7,6 +7,7 @@ import errno
 import itertools
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,14 @@ def config_of(path: Path, dtype: str = "float32") -> epmoe.EPConfig:
     return epmoe.EPConfig.from_hf(
         path, ep_size=1, model={"dtype": dtype}, capacity={"max_num_tokens_per_rank": 16}
     )
+
+
+@pytest.fixture
+def trained(deepseek) -> Iterator[nn.Module]:
+    """The model of `deepseek`, with layers in place of its blocks."""
+    model, folder = deepseek
+    with epmoe.ExpertParallel(config_of(folder.path), device="cpu") as ep:
+        yield spread(model, ep, folder)
 
 
 def assert_same_bits(got: nn.Module, want: nn.Module) -> None:
@@ -232,57 +241,55 @@ def narrow(experts: epmoe.GroupedExperts) -> None:
     ],
 )
 def test_what_cannot_be_saved_is_named_and_leaves_nothing(
-    change, error, message, deepseek, tmp_path
+    change, error, message, deepseek, trained, tmp_path
 ):
-    model, folder = deepseek
-    with epmoe.ExpertParallel(config_of(folder.path), device="cpu") as ep:
-        trained = spread(model, ep, folder)
-        change(trained)
-        with pytest.raises(error, match=message):
-            epmoe.checkpoint.save_pretrained(trained, tmp_path / "end", folder)
+    _, folder = deepseek
+    change(trained)
+    with pytest.raises(error, match=message):
+        epmoe.checkpoint.save_pretrained(trained, tmp_path / "end", folder)
     assert not any(tmp_path.iterdir())
 
 
-def test_a_write_that_fails_leaves_nothing(deepseek, tmp_path, monkeypatch):
-    model, folder = deepseek
+def test_a_write_that_fails_leaves_nothing(deepseek, trained, tmp_path, monkeypatch):
+    _, folder = deepseek
 
     def no_space(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with epmoe.ExpertParallel(config_of(folder.path), device="cpu") as ep:
-        trained = spread(model, ep, folder)
-        monkeypatch.setattr("safetensors.torch.save_file", no_space)
-        with pytest.raises(OSError, match="No space left"):
-            epmoe.checkpoint.save_pretrained(trained, tmp_path / "end", folder)
+    monkeypatch.setattr("safetensors.torch.save_file", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        epmoe.checkpoint.save_pretrained(trained, tmp_path / "end", folder)
     assert not any(tmp_path.iterdir())
 
 
-def test_a_folder_with_files_is_left_as_it_is(deepseek):
-    model, folder = deepseek
-    before = {file: file.read_bytes() for file in folder.path.iterdir()}
-    error = pytest.raises(ValueError, match="must not exist, or be an empty folder")
-    with epmoe.ExpertParallel(config_of(folder.path), device="cpu") as ep, error:
-        epmoe.checkpoint.save_pretrained(spread(model, ep, folder), folder.path, folder)
-    assert {file: file.read_bytes() for file in folder.path.iterdir()} == before
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def test_a_death_at_any_write_leaves_no_folder_or_the_whole(deepseek, tmp_path):
-    model, folder = deepseek
+def test_a_folder_with_files_is_left_as_it_is(deepseek, trained):
+    _, folder = deepseek
+    before = files_of(folder.path)
+    with pytest.raises(ValueError, match="must not exist, or be an empty folder"):
+        epmoe.checkpoint.save_pretrained(trained, folder.path, folder)
+    assert files_of(folder.path) == before
+
+
+def test_a_death_at_any_write_leaves_no_folder_or_the_whole(deepseek, trained, tmp_path):
+    _, folder = deepseek
     end = tmp_path / "end"
-    with epmoe.ExpertParallel(config_of(folder.path), device="cpu") as ep:
-        trained = spread(model, ep, folder)
 
-        def save() -> None:
-            epmoe.checkpoint.save_pretrained(trained, end, folder, max_shard_bytes=100_000)
+    def save() -> None:
+        epmoe.checkpoint.save_pretrained(trained, end, folder, max_shard_bytes=100_000)
 
-        save()  # imports what it needs
-        want = {file.name: file.read_bytes() for file in end.iterdir()}
-        for number in itertools.count(1):
-            if end.exists():
-                shutil.rmtree(end)
-            ended = not died(fork_and_die(save, number))
-            if end.exists():
-                assert {file.name: file.read_bytes() for file in end.iterdir()} == want
-            if ended:
-                break
+    save()  # imports what it needs
+    want = files_of(end)
+    # A save dies at its first change, its second one, and so on to its end.
+    for number in itertools.count(1):
+        if end.exists():
+            shutil.rmtree(end)
+        ended = not died(fork_and_die(save, number))
+        if end.exists():
+            assert files_of(end) == want
+        if ended:
+            break
     assert end.exists() and number > 20 and {file.name for file in tmp_path.iterdir()} == {"end"}

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from itertools import count, takewhile
 from pathlib import Path
@@ -20,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import long
-from waits import LONG_S, SOON_S
+from waits import LONG_S, SOON_S, until
 
 from epmoe.group import board
 from epmoe.group.board import Board, Meeting, Presence, Sign, sign_of_life
@@ -241,20 +240,13 @@ def test_silence_is_counted_in_looks(monkeypatch):
     assert sign.silent_s == 0 and sign.fresh
 
 
-def wait(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_a_rank_is_there_until_it_ends(tmp_path):
     meeting = Meeting(Board(OutlivingStore(tmp_path), "epmoe"), "group/0")
     here = Presence(meeting.root, meeting.key_of(0))
-    wait(lambda: meeting.sign_of(0).fresh)
+    until(lambda: meeting.sign_of(0).fresh)
     assert not meeting.lost(0, 10.0)
     here.ended = True
-    wait(lambda: meeting.lost(0, 0.5))
+    until(lambda: meeting.lost(0, 0.5))
 
 
 def test_a_rank_whose_process_has_ended_is_lost_at_once(ended):
@@ -273,11 +265,11 @@ def test_a_process_that_computes_and_has_not_called_is_waited_for():
         name = f"{name_of_process().rpartition('/')[0]}/{process.pid}"
         meeting = Meeting(Board(dist.HashStore(), "epmoe"), "group/0", [name])
         last_call_s = 0.5
-        wait(lambda: meeting.lost(0, last_call_s))
+        until(lambda: meeting.lost(0, last_call_s))
         assert meeting.signs[0].waited_s > 4 * last_call_s > meeting.signs[0].silent_s
         process.send_signal(signal.SIGSTOP)
         meeting = Meeting(Board(dist.HashStore(), "epmoe"), "group/0", [name])
-        wait(lambda: meeting.lost(0, last_call_s))
+        until(lambda: meeting.lost(0, last_call_s))
         assert meeting.signs[0].waited_s < 3 * last_call_s
     finally:
         process.kill()

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ import pytest
 import torch
 from helpers import fork
 from launched import ROOT, TIMEOUT_S, run_python
+from waits import until
 
 from epmoe.native import build, ops
 
@@ -380,8 +380,7 @@ def test_a_build_that_was_killed_goes_on(toolchain, tmp_path):
     toolchain.meanwhile(f': >"{started}"; {shutil.which("sleep", path=os.defpath)} 0.3')
     # The builder is killed while compilers run.
     builder = fork(partial(build.build, tmp_path, portable=True))
-    while not started.exists():
-        time.sleep(0.01)
+    until(started.exists)
     os.kill(builder, signal.SIGKILL)
     os.waitpid(builder, 0)
     # The next one goes on.

@@ -21,7 +21,7 @@ import torch
 from exchanges import make_config
 from helpers import ON_THE_CPU, slow
 from host import Host, create, play, play_round, survivors
-from waits import AT_ONCE_S, LONG_S, SHORT_S, SOON_S, stalls, until_it_sleeps, within
+from waits import AT_ONCE_S, LONG_S, SHORT_S, SOON_S, stalls, until, until_it_sleeps, within
 
 import epmoe
 
@@ -177,9 +177,7 @@ def play_after_the_exit(state) -> tuple[list[int], list[int]]:
     end of rank 0.
     """
     ep = state.ep
-    deadline = time.monotonic() + SOON_S
-    while ep.survivors() != [1, 2] and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: ep.survivors() == [1, 2])
     late_s = 0.3 * (ep.rank == 2)
     time.sleep(late_s)
     d = ep.dispatch(*ONE_TOKEN)

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from waits import until
 
 from epmoe import WeightReceiver
 from epmoe.exchange.round_state import CLOSED
@@ -137,8 +138,7 @@ def test_no_older_version_takes_the_place_of_a_failure():
     receiver.tick()
     goes_on.set()
     staged = receiver._worker.submit(lambda: None)
-    while not staged.done:
-        time.sleep(0.001)
+    until(lambda: staged.done)
     # Rank 2 has it. What this rank says is its failure, not version 1.
     words[others] = 2
     receiver.tick()

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from helpers import listening
 from launched import ROOT
-from waits import SOON_S
+from waits import SOON_S, until
 
 from epmoe.cli import launch
 from epmoe.config.config import EPConfig
@@ -241,10 +241,7 @@ time.sleep(300)
 
 
 def wait_for(files: list[Path]) -> None:
-    deadline = time.monotonic() + 120
-    while not all(file.exists() and file.read_text() for file in files):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: all(file.exists() and file.read_text() for file in files), 2 * SOON_S)
 
 
 @pytest.mark.parametrize(
@@ -305,12 +302,8 @@ launch.start_ranks(EPConfig(**{TWO_RANKS.model_dump()!r}), [{str(tmp_path / "pid
     wait_for(files)
     starter.kill()
     starter.wait()
-    # They end, too.
-    deadline = time.monotonic() + SOON_S
+    # They end, too. A process that has ended may wait for init to collect it.
     for file in files:
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # a process that has ended may wait for init to collect it
-            while "State:\tZ" not in Path(f"/proc/{file.read_text()}/status").read_text():
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+        status = Path(f"/proc/{file.read_text()}/status")
+        with contextlib.suppress(FileNotFoundError):
+            until(lambda status=status: "State:\tZ" in status.read_text())

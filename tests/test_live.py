@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from helpers import alone, fork, full_layer, is_right_in_a_fork
+from waits import until
 
 import epmoe
-from epmoe.group.waiting import Promise
 from epmoe.live import experts
 from epmoe.live.layout import Word
 from epmoe.live.mail import Mail
@@ -54,11 +54,6 @@ def in_the_middle_of_a_dispatch(
     torch.testing.assert_close(ep.combine(d.rows, d), 2 * X)
 
 
-def wait_for(result: Promise) -> None:
-    while not result.done:
-        time.sleep(1e-4)
-
-
 def on_another_thread(call: Callable[[], object]) -> None:
     with ThreadPoolExecutor(1) as pool:
         pool.submit(call).result()
@@ -69,7 +64,7 @@ def test_calls_of_another_thread_during_a_round_are_refused(ep, monkeypatch):
     balancer = epmoe.Balancer(ep)
     table = ep.exchange.views["table.copies"]
     ep.share(torch.rand(L, E))
-    wait_for(ep.live.sharing)  # the next poll would use it
+    until(lambda: ep.live.sharing.done)  # the next poll would use it
     before = table.clone()
     generation = torch.rand(L, E)
 
@@ -113,7 +108,7 @@ def test_a_poll_between_the_calls_of_a_round_changes_no_table(ep, monkeypatch):
         d = ep.dispatch_recv(sent) if calls > 1 else None
         # A poll does not take the table up,
         ep.share(torch.rand(L, E))
-        wait_for(ep.live.sharing)
+        until(lambda: ep.live.sharing.done)
         on_another_thread(ep.poll)
         assert torch.equal(table, before)
         # but does behind the round.

@@ -5,7 +5,6 @@ of what returns.
 from __future__ import annotations
 
 import itertools
-import time
 from types import SimpleNamespace
 from typing import cast
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from helpers import ON_GPUS, generator, poison_, randn
 from torch import Tensor
+from waits import until
 
 import epmoe
 from epmoe.exchange.call import Call
@@ -332,9 +332,7 @@ def test_a_node_that_has_failed_sends_no_more(words, device):
     # One that has failed waits for the host.
     latched.fill_(1)
     ops.rail_mark(*call)
-    deadline = time.monotonic() + 5
-    while not stop[0] and time.monotonic() < deadline:
-        time.sleep(0.001)
+    until(lambda: stop[0])
     assert shown.item() == 1 and stop.tolist() == [1, 0, 0]
     # The host has cut the rail: the slabs are void.
     stop[1] = 1

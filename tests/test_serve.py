@@ -32,6 +32,7 @@ import torch
 from drawn_requests import drawn
 from helpers import NO_CUDA, TINY_MODEL, continued, listening, long
 from launched import ROOT
+from waits import until
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -313,10 +314,7 @@ def test_whatever_is_asked_and_a_death_under_load(tmp_path, alone):
         )  # it has come to wait in `join_group`, and nobody tells the others to take it in
         processes = family(server.process.pid)
         server.process.kill()
-        deadline = time.monotonic() + WAIT_S
-        while any(lives(process) for process in processes):  # nobody outlives the front
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        all_end(processes)  # nobody outlives the front
 
 
 def moved_experts(server: Server) -> float:
@@ -440,6 +438,10 @@ def lives(pid: int) -> bool:
         return False
 
 
+def all_end(processes: set[int]) -> None:
+    until(lambda: not any(map(lives, processes)), WAIT_S)
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_ten_thousand_drawn_requests(tmp_path):
@@ -511,10 +513,7 @@ def test_sigterm_to_the_process_group(tmp_path, alone, servers, requests):
             found = [(response.status, json.loads(response.read())) for response in responses]
             assert found == expected
             assert server.process.wait(WAIT_S) == 0
-            deadline = time.monotonic() + WAIT_S
-            while any(lives(process) for process in processes):
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            all_end(processes)
             assert "has died" not in server.log.read_text()
 
 

@@ -23,7 +23,7 @@ from interrupted_steps import of_all
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
-from waits import LONG_S, SOON_S
+from waits import LONG_S, SOON_S, until
 
 from epmoe import ExpertParallel, MoELayer, WeightReceiver, WeightSender
 from epmoe.group.errors import EPStateError
@@ -152,10 +152,7 @@ def send(model: Model, sender: WeightSender, version: int) -> None:
 
 def wait_for(folder: Path, version: int) -> None:
     """So that this version is not passed over, which nothing but this test minds."""
-    deadline = time.monotonic() + LONG_S
-    while not (folder / f"seen{version}").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until((folder / f"seen{version}").exists, LONG_S)
 
 
 def tick_or_load(receiver: WeightReceiver, random: Random, last: int) -> bool:

@@ -71,6 +71,14 @@ def within(seconds: float) -> Iterator[None]:
         assert time.monotonic() - started - stalled_s() < seconds
 
 
+def until(condition: Callable[[], object], within_s: float = SOON_S) -> None:
+    """Looks again and again. Raises AssertionError where the condition takes longer."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s:g} s"
+        time.sleep(LOOK_S)
+
+
 def until_it_sleeps(process: int, looks: int = 3) -> None:
     """Returns when the main thread of a process has slept in so many looks in a row, as in a wait
     for other ranks, or after 500 looks: some waits for GPUs do not sleep.

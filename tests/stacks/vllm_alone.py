@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm_serve import NEW_TOKENS, PROMPTS, arguments
+from vllm_serve import NEW_TOKENS, PROMPTS, engine_of
 
 import epmoe
 
@@ -92,14 +92,14 @@ def written(number: int, output: Any) -> dict[str, Any]:
 
 def main(model: str, output: str, epmoe: str) -> None:
     interpret()
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     rank = int(os.environ.get("RANK", 0))
-    engine = LLM(
-        **arguments(model, "eager", ranks)
-        | {"enable_prefix_caching": True},  # without which vLLM hands no experts out
-        **({"distributed_executor_backend": "external_launcher"} if ranks > 1 else {}),
+    engine = engine_of(
+        model,
+        ranks=ranks,
+        enable_prefix_caching=True,  # without which vLLM hands no experts out
         enable_return_routed_experts=True,
         additional_config={"epmoe": json.loads(epmoe)},
     )

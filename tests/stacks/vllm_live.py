@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllm_serve import arguments, sampling
+from vllm_serve import engine_of, moved_experts, sampling
 
 PHASES = (40, 300)  # the first of the tokens of their prompts
 PROMPTS = 40  # of a rank in each half of a phase
@@ -31,16 +31,10 @@ def prompts(first: int, rank: int) -> list[dict[str, list[int]]]:
 
 
 def main(model: str, output: str, epmoe: str) -> None:
-    from vllm import LLM
-
     from epmoe.integrations.vllm.sizes import _session
 
     rank = int(os.environ["RANK"])
-    engine = LLM(
-        **arguments(model, "eager", 2),
-        distributed_executor_backend="external_launcher",
-        additional_config={"epmoe": json.loads(epmoe)},
-    )
+    engine = engine_of(model, additional_config={"epmoe": json.loads(epmoe)})
     # Measure each step, and each tick within it.
     step = engine.llm_engine.step
     steps_s = list[float]()
@@ -75,18 +69,14 @@ def main(model: str, output: str, epmoe: str) -> None:
             outputs = engine.generate(prompts(first, rank), sampling(), use_tqdm=False)
             tokens.append([list(one.outputs[0].token_ids) for one in outputs])
         received.append(sum(map(sum, rows())) - sum(map(sum, before)))
-    moved = sum(ep.live.moved for ep in sizes.exchanges if ep.live is not None)
-    Path(f"{output}.{rank}").write_text(
-        json.dumps(
-            {
-                "tokens": tokens,
-                "rows": received,
-                "steps_s": steps_s,
-                "ticks_s": ticks_s,
-                "moved": moved,
-            }
-        )
-    )
+    result = {
+        "tokens": tokens,
+        "rows": received,
+        "steps_s": steps_s,
+        "ticks_s": ticks_s,
+        "moved": moved_experts(),
+    }
+    Path(f"{output}.{rank}").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_live import PHASES, prompts
-from vllm_serve import PROMPTS, arguments, sampling
+from vllm_serve import engine_of, moved_experts, sampling, tokens_of
 
 
 class Allocator:
@@ -38,24 +38,14 @@ class Allocator:
 
 
 def main(model: str, other: str, output: str, epmoe: str) -> None:
-    from vllm import LLM, device_allocator
+    from vllm import device_allocator
     from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
 
     from epmoe.integrations.vllm.sizes import _session, named_exchanges
 
     rank = int(os.environ["RANK"])
-    engine = LLM(
-        **arguments(model, "eager", 2),
-        distributed_executor_backend="external_launcher",
-        additional_config={"epmoe": json.loads(epmoe)},
-    )
-    mine = range(len(PROMPTS))[rank::2]
-
-    def tokens() -> dict[int, list[int]]:
-        outputs = engine.generate(
-            [{"prompt_token_ids": PROMPTS[i]} for i in mine], sampling(), use_tqdm=False
-        )
-        return {i: list(one.outputs[0].token_ids) for i, one in zip(mine, outputs, strict=True)}
+    engine = engine_of(model, additional_config={"epmoe": json.loads(epmoe)})
+    mine = slice(rank, None, 2)
 
     def asleep() -> set[bool]:
         (sizes,) = _session.entries()
@@ -64,7 +54,7 @@ def main(model: str, other: str, output: str, epmoe: str) -> None:
 
     # Experts have moved.
     engine.generate(prompts(PHASES[0], rank), sampling(), use_tqdm=False)
-    moved = sum(ep.live.moved for ep in named_exchanges().values() if ep.live is not None)
+    moved = moved_experts()
 
     # The backend of sleep mode that vLLM takes, with a stand-in for its allocator.
     allocator = Allocator(engine.apply_model(lambda model: model)[0])
@@ -74,11 +64,11 @@ def main(model: str, other: str, output: str, epmoe: str) -> None:
     backend = SleepModeBackendFactory.create_backend(model_config)
 
     # Level 1: the same tokens afterwards.
-    before = tokens()
+    before = tokens_of(engine, mine)
     backend.suspend(1)
     assert asleep() == {True}
     backend.resume()
-    after = tokens()
+    after = tokens_of(engine, mine)
 
     # Level 2: the windows wake up with the weights, which are loaded again.
     backend.suspend(2)
@@ -87,7 +77,8 @@ def main(model: str, other: str, output: str, epmoe: str) -> None:
     backend.resume(["weights"])
     assert asleep() == {False}
     engine.collective_rpc("reload_weights", kwargs={"weights_path": other})
-    result = {"moved": moved, "before": before, "after": after, "tokens": tokens()}
+    new = tokens_of(engine, mine)
+    result = {"moved": moved, "before": before, "after": after, "tokens": new}
     Path(f"{output}.{rank}").write_text(json.dumps(result))
 
 

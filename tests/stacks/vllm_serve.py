@@ -55,19 +55,27 @@ def sampling() -> Any:
     )
 
 
-def offline(model: str, mode: str, ranks: int, mine: slice) -> dict[int, list[int]]:
-    """The tokens of this process's prompts, by prompt."""
+def engine_of(model: str, mode: str = "eager", ranks: int = 2, **options: Any) -> Any:
+    """vLLM's engine, in one process or in each rank of torchrun."""
     from vllm import LLM
 
     extra = {"distributed_executor_backend": "external_launcher"} if ranks > 1 else {}
-    engine = LLM(**arguments(model, mode, ranks), **extra)
+    return LLM(**arguments(model, mode, ranks) | extra | options)
+
+
+def tokens_of(engine: Any, mine: slice) -> dict[int, list[int]]:
+    """The tokens of this process's prompts, by prompt."""
     numbers = range(len(PROMPTS))[mine]
-    outputs = engine.generate(
-        [{"prompt_token_ids": PROMPTS[i]} for i in numbers], sampling(), use_tqdm=False
-    )
-    return {
-        i: list(output.outputs[0].token_ids) for i, output in zip(numbers, outputs, strict=True)
-    }
+    prompts = [{"prompt_token_ids": PROMPTS[i]} for i in numbers]
+    outputs = engine.generate(prompts, sampling(), use_tqdm=False)
+    return {i: list(one.outputs[0].token_ids) for i, one in zip(numbers, outputs, strict=True)}
+
+
+def moved_experts() -> int:
+    """How many experts have moved here."""
+    from epmoe.integrations.vllm.sizes import named_exchanges
+
+    return sum(ep.live.moved for ep in named_exchanges().values() if ep.live is not None)
 
 
 async def served(model: str, mode: str) -> dict[int, list[int]]:
@@ -130,10 +138,10 @@ def main(model: str, launch: str, mode: str, output: str) -> None:
         tokens = asyncio.run(served(model, mode))
     elif launch == "torchrun":
         rank = int(os.environ["RANK"])
-        tokens = offline(model, mode, 2, slice(rank, None, 2))
+        tokens = tokens_of(engine_of(model, mode), slice(rank, None, 2))
         output = f"{output}.{rank}"
     else:
-        tokens = offline(model, mode, 1, slice(None))
+        tokens = tokens_of(engine_of(model, mode, ranks=1), slice(None))
     Path(output).write_text(json.dumps(tokens))
 
 

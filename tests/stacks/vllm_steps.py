@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
-from vllm_serve import arguments, sampling
+from vllm_serve import engine_of, sampling
 
 STEPS, WINDOWS = 50, 60  # of a window, and windows
 LIVE = {"slots_per_rank": 8, "every": 50}  # each window with ticks has a plan
@@ -54,15 +54,9 @@ def prompts(rank: int) -> list[dict[str, list[int]]]:
 
 
 def run(model: str, rank: int) -> list[Step]:
-    from vllm import LLM
-
     from epmoe.integrations.vllm.sizes import _session
 
-    engine = LLM(
-        **arguments(model, "eager", 2),
-        distributed_executor_backend="external_launcher",
-        additional_config={"epmoe": {"layout": "layer", "live": LIVE}},
-    )
+    engine = engine_of(model, additional_config={"epmoe": {"layout": "layer", "live": LIVE}})
     (sizes,) = _session.entries()
     live = sizes.exchanges[0].live
     balancing = sizes.balancing

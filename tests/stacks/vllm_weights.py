@@ -63,26 +63,18 @@ def train(model: str, folder: str) -> None:
 
 
 def serve(model: str, folder: str, output: str, epmoe: str) -> None:
-    from vllm import LLM
     from vllm_live import PHASES, prompts
-    from vllm_serve import PROMPTS, arguments, sampling
-
-    from epmoe.integrations.vllm.sizes import named_exchanges
+    from vllm_serve import engine_of, moved_experts, sampling, tokens_of
 
     rank = int(os.environ["RANK"])
-    engine = LLM(
-        **arguments(model, "eager", 2),
-        distributed_executor_backend="external_launcher",
+    engine = engine_of(
+        model,
         additional_config={"epmoe": json.loads(epmoe)},
         weight_transfer_config={"backend": "epmoe"},
     )
-    mine = range(len(PROMPTS))[rank::2]
 
     def tokens() -> dict[int, list[int]]:
-        outputs = engine.generate(
-            [{"prompt_token_ids": PROMPTS[i]} for i in mine], sampling(), use_tqdm=False
-        )
-        return {i: list(one.outputs[0].token_ids) for i, one in zip(mine, outputs, strict=True)}
+        return tokens_of(engine, slice(rank, None, 2))
 
     def take(version: int, **options: Any) -> str:
         """The message of what this raises, if anything."""
@@ -98,7 +90,7 @@ def serve(model: str, folder: str, output: str, epmoe: str) -> None:
     engine.init_weight_transfer_engine({"init_info": {"folder": folder}})
     # Prompts of few different tokens, so that experts move where they can.
     engine.generate(prompts(PHASES[0], rank), sampling(), use_tqdm=False)
-    result["moved"] = sum(ep.live.moved for ep in named_exchanges().values() if ep.live is not None)
+    result["moved"] = moved_experts()
     result["before"] = tokens()
     problem = take(7)
     if "CPUs" in problem:

@@ -127,6 +127,7 @@ OF_HOSTS = {  # those of few states first
         "a slow member": {"ranks": 3, "slow": (0,), "errors": 1},
         "a failed attempt": {"ranks": 3, "errors": 1},
         "a rank loads for long": {"ranks": 3, "misses": 1},
+        "a rank leaves": {"ranks": 3, "leaves": (2,), "deaths": 2},
     },
     SENDS: {"sends fail": {"versions": 4, "failures": 3}},
     HOLDS: {
@@ -182,6 +183,7 @@ def test_no_rule_can_be_left_out(rule, protocol):
         slow({"ranks": 3, "deaths": 1, "misses": 1}),
         slow({"ranks": 3, "deaths": 1, "errors": 1}),
         slow({"ranks": 3, "deaths": 1, "slow": (0,)}),
+        slow({"ranks": 3, "deaths": 2, "errors": 1, "leaves": (1, 2)}),
     ],
 )
 def test_ranks_form_one_group_and_none_that_lives_is_left_out(options):

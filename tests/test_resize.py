@@ -244,6 +244,16 @@ def test_a_rank_that_was_interrupted_while_it_left(host):
     host.play(names[:2])
 
 
+def test_a_rank_that_leaves_when_nobody_stays(host):
+    """It waits for no decision, which nobody would make."""
+    ranks.serve(host, ranks=2)
+    host.signal(0, signal.SIGKILL)
+    host.processes[0].join()
+    begin = time.monotonic()
+    assert host.do([1], ranks.resize, host.folder, 1) == [False]
+    assert time.monotonic() - begin < SOON_S
+
+
 def go_on_counted(state, folder: Path) -> int:
     """How many attempts it takes to recover."""
     attempts = []

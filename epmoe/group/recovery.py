@@ -161,7 +161,8 @@ def regroup(
                 decision = _meet(meeting, ep, wanted, deadline, before)
             except TimeoutError as error:
                 raise _timeout(str(error), cause) from cause
-            if wanted.leaves:
+            # A rank that leaves is told of no decision where nobody stays.
+            if decision is None or wanted.leaves:
                 ep.close()
                 return False
             if ep.rank not in decision.members:
@@ -214,23 +215,33 @@ class Seen(NamedTuple):
         """Former ranks have a place before new ones."""
         return [*self.came, *self.new[: max(0, max_ranks - len(self.came))]]
 
+    def knows_all(self, size: int) -> bool:
+        """Whether nobody waits for another rank of a group of `size`."""
+        return set(range(size)) <= {*self.came, *self.gone, *self.lost}
+
+    def has_nobody(self, size: int) -> bool:
+        """Whether no rank goes on that a rank which leaves would wait for."""
+        may_come = bool(self.came or self.new or self.may_answer)
+        return self.knows_all(size) and not may_come
+
 
 def decide(seen: Seen, size: int, wanted: Wanted, waited_s: float) -> list[int] | None:
     """The members of the next group, of a group of `size`; None while others may come."""
     members = seen.members(wanted.max_ranks)
-    all_known = set(range(size)) <= {*seen.came, *seen.gone, *seen.lost}
     may_grow = len(members) < seen.expected and waited_s < wanted.grow_s
-    if not all_known or seen.may_answer or may_grow or len(members) < wanted.min_ranks:
+    too_few = len(members) < wanted.min_ranks
+    if not seen.knows_all(size) or seen.may_answer or may_grow or too_few:
         return None
     return members
 
 
 def _meet(
     meeting: Meeting, ep: Member, wanted: Wanted, deadline: float, before: Decision | None
-) -> Decision:
+) -> Decision | None:
     """Meet the other ranks. The first to see that all are there, or lost, decides; the rest reads.
 
-    `before` is the decision of the last attempt, whose group did not form.
+    `before` is the decision of the last attempt, whose group did not form. Returns None where this
+    rank leaves and nobody stays who could decide.
     """
     root = meeting.root
     board = meeting.board
@@ -253,6 +264,8 @@ def _meet(
                 left=sorted(seen.gone),
             )
             board.write_once("decision", mine.model_dump_json())  # whoever was first has decided
+        elif wanted.leaves and seen.has_nobody(ep.size):
+            return None
         elif now > deadline:
             came = len(seen.members(wanted.max_ranks))
             raise TimeoutError(f"{came} ranks have come, and `min_ranks` is {wanted.min_ranks}")

@@ -26,6 +26,7 @@ CONFIRMS = "confirms"
 LOADS = "loads"
 GOES_ON = "goes on"
 LEFT_OUT = "left out"
+LEFT = "has left"
 DEAD = "dead"
 FORMED = "formed"
 FAILED = "failed"
@@ -67,6 +68,7 @@ class BoardModel:
             live.
         slow: ranks of which the others may say that they are silent.
         misses: whether ranks may miss one that loads, and meet again.
+        leaves: ranks that leave the group.
         without: the rule that is taken out.
     """
 
@@ -77,16 +79,18 @@ class BoardModel:
         errors: int = 0,
         slow: Members = (),
         misses: int = 0,
+        leaves: Members = (),
         without: str = "",
     ) -> None:
         self.ranks = tuple(range(ranks))
+        self.leaves = leaves
         self.slow = slow
         self.without = without
         self.start = State((Place(COMES),) * ranks, frozenset(), deaths, errors, misses)
 
     def has_ended(self, state: State) -> bool:
         return all(
-            place.state in (LEFT_OUT, DEAD)
+            place.state in (LEFT_OUT, LEFT, DEAD)
             or place.state == GOES_ON
             and not self._has_failed(state, place)
             for place in state.places
@@ -94,7 +98,7 @@ class BoardModel:
 
     def steps(self, state: State) -> Iterator[tuple[str, State]]:
         for rank, place in enumerate(state.places):
-            if place.state in (LEFT_OUT, DEAD):
+            if place.state in (LEFT_OUT, LEFT, DEAD):
                 continue
             if place.state == GOES_ON:
                 yield from self._plays(state, rank, place)
@@ -121,25 +125,40 @@ class BoardModel:
     def _comes(self, state: State, rank: int, n: int) -> Iterator[Step]:
         outcome = self._read(state, n, "outcome")
         if outcome == FORMED:
-            yield "comes too late", Place(LEFT_OUT), state.words
+            yield "comes too late", self._outside(rank), state.words
         elif outcome == FAILED:
             yield "goes further", Place(COMES, n + 1), state.words
         else:
-            yield "comes", Place(MEETS, n), state.words | {(n, "came", rank)}
+            word = "leaves" if rank in self.leaves else "came"
+            yield "comes", Place(MEETS, n), state.words | {(n, word, rank)}
+
+    def _outside(self, rank: int) -> Place:
+        """Where a rank is that is no member."""
+        return Place(LEFT if rank in self.leaves else LEFT_OUT)
 
     def _meets(self, state: State, rank: int, n: int) -> Iterator[Step]:
         members = self._read(state, n, "decision")
         if members is not None:
-            yield "reads", Place(CONNECTS, n) if rank in members else Place(LEFT_OUT), state.words
+            after = Place(CONNECTS, n) if rank in members else self._outside(rank)
+            yield "reads", after, state.words
             return
         group = self._group(state, n)
         came = [one for one in group if (n, "came", one) in state.words]
-        absent = [one for one in group if one not in came and not self._may_be_lost(state, one)]
+        gone = {one for _, key, one in state.words if key == "leaves"}
+        absent = [
+            one
+            for one in group
+            if one not in came and one not in gone and not self._may_be_lost(state, one)
+        ]
         if not absent or self.without == "last-call":
             for given_up in self._choices(
                 [one for one in came if one != rank and self._may_be_lost(state, one)]
             ):
                 members = tuple(one for one in came if one not in given_up)
+                if not members:
+                    if self.without != "nobody-stays":
+                        yield "leaves nobody", Place(LEFT), state.words
+                    continue
                 yield f"chooses {members}", Place(DECIDES, n, members), state.words
 
     def _decides(self, state: State, rank: int, n: int) -> Iterator[Step]:
@@ -229,7 +248,7 @@ class BoardModel:
             yield "hears nothing", after, words, 1
 
     def _is_gone(self, state: State, rank: int) -> bool:
-        return state.places[rank].state in (DEAD, LEFT_OUT)
+        return state.places[rank].state in (DEAD, LEFT_OUT, LEFT)
 
     def _may_be_lost(self, state: State, rank: int) -> bool:
         silent = self.without == "there-while-loading" and state.places[rank].state == LOADS

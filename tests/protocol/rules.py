@@ -53,6 +53,7 @@ RULES = {
     "one-outcome": (MEETINGS,),
     "ready-first": (MEETINGS,),
     "there-while-loading": (MEETINGS,),
+    "nobody-stays": (MEETINGS,),
     "keep-whole": (SENDS,),
     "tell-failures": (SENDS,),
     "compare-held": (HOLDS,),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import logging
+import operator
 import os
 import weakref
 from collections.abc import Callable
@@ -479,17 +480,21 @@ class ExpertParallel(HoldsWindows):
 
         # The caller frees its weights, then the windows go.
         asleep = _Sleep(self._mesh or self.group, self._counts(wait=False))
-        if free is not None:
-            free()
+        freed: list[bool] = []
         try:
+            if free is not None:
+                # No line of Python comes between the two, in which a signal handler could raise.
+                calls: list[Callable[[], object]] = [free, partial(freed.append, True)]
+                list(map(operator.call, calls))
             self._asleep = asleep  # before the counts go
             self._leave()
         finally:
-            # Weights have gone, so it sleeps also where a signal handler raises.
-            self._has_weights = self._has_weights and free is None
-            self._asleep = asleep
-            self._leave()
-            self._unmap_scratch()
+            # Once weights have gone it sleeps, also where a signal handler raises.
+            if free is None or freed:
+                self._has_weights = self._has_weights and free is None
+                self._asleep = asleep
+                self._leave()
+                self._unmap_scratch()
 
     def wake(self, restore: Callable[[], object] = lambda: None) -> None:
         """Go on after `sleep`, in the same group: windows are mapped where they were, and cleared.

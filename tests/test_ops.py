@@ -4,6 +4,8 @@ tests/test_compile.py.
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from helpers import FLOATS, alone, distinct_ids, randn
@@ -83,3 +85,14 @@ def test_opcheck_exchange(phase):
         arguments = (torch.empty(T, D), d.rows, window, scratch, descriptor)
         torch.library.opcheck(getattr(ops, f"combine{phase}"), arguments, test_utils=checks)
         assert torch.equal(ep.combine_recv(d), x)
+
+
+def test_what_a_signal_handler_raises_in_the_first_load_leaves_it(monkeypatch):
+    """torch turns it into an OSError."""
+
+    def interrupted(*_: object) -> None:
+        raise LookupError("what a handler raises")
+
+    monkeypatch.setattr(ctypes, "CDLL", interrupted)
+    with pytest.raises(LookupError):
+        ops._load.__wrapped__()

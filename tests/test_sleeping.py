@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import _thread
 import io
 import itertools
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 
 import pytest
 import torch
-from helpers import NO_CUDA, alone, bytes_of, full_layer, interrupted_at, randn, stopped_at
+from helpers import (
+    NO_CUDA,
+    Interrupted,
+    alone,
+    bytes_of,
+    full_layer,
+    interrupted_at,
+    randn,
+    stopped_at,
+)
 from torch import Tensor, nn
 
 import epmoe
@@ -174,6 +185,22 @@ def test_a_checkpoint_has_each_weight_once():
         sizes.append(len(saved.getvalue()))
         _ = epmoe.SleepingWeights(module)
     assert sizes[1] <= sizes[0] + 8 * 256
+
+
+def test_a_signal_handler_raises_right_behind_what_frees_the_weights():
+    """They have gone, so the rank sleeps."""
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    former = signal.signal(signal.SIGALRM, interrupt)
+    with epmoe.ExpertParallel(alone()) as ep:
+        # The handler comes with the first line of Python behind it.
+        with pytest.raises(Interrupted):
+            ep.sleep(partial(_thread.interrupt_main, signal.SIGALRM))
+        assert ep.asleep
+        ep.wake()
+    signal.signal(signal.SIGALRM, former)
 
 
 def test_an_interrupted_call_loses_no_weights():

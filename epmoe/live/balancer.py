@@ -172,9 +172,10 @@ class Balancer:
     def _tick(self) -> None:
         if self._ep.generation != self._generation:
             self._begin()
+        live = self._live
+        live.has_ticked = True
         # Moves that are under way go first.
         self._going_on(self._ep.poll)
-        live = self._live
         live.ticks += 1
         # Send loads from time to time, and say so.
         if live.ticks % self._every == 0:
@@ -197,8 +198,11 @@ class Balancer:
         live = self._live
         if ep.generation != self._generation:
             self._begin()
-        # Rank 0 makes no further plan, and tells all which was the last.
-        live.finishes += 1
+        # Rank 0 makes no further plan, and tells all which was the last. A rank that calls again,
+        # since a signal handler has raised, is still in the same call.
+        if live.has_ticked:
+            live.finishes += 1
+            live.has_ticked = False
         if ep.rank == 0:
             self._planning = None
             said = live.finishes % _CALLS << 32 | self._planned

@@ -67,7 +67,8 @@ class LiveExperts:
         refused_plans: calls of `replace` that a rank has refused.
         ticks: calls of `Balancer.tick` in this group, of one balancer after another: words hold
             their numbers.
-        finishes: calls of `Balancer.finish`.
+        finishes: calls of `Balancer.finish`, which ranks tell apart by the ticks between them.
+        has_ticked: whether there was a tick since the last of them.
         stalled_plans: how often a rank has sent no loads in time, as `Balancer` counts.
     """
 
@@ -103,6 +104,7 @@ class LiveExperts:
         self.refused_plans = 0
         self.ticks = 0
         self.finishes = 0
+        self.has_ticked = True
         self.stalled_plans = 0
         # What all moves before `moves` have done.
         self._earlier = _Totals()

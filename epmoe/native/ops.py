@@ -301,6 +301,10 @@ def _load() -> None:
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
+        # torch turns whatever is raised meanwhile into it, by a signal handler, too.
+        cause = error.__cause__
+        if cause is not None and not isinstance(cause, OSError):
+            raise cause from None
         # The cause has the linker's words.
         reasons = [str(error.__cause__ or error), *([problem] if problem else [])]
         raise build.BuildError(f"the native library does not load: {'; '.join(reasons)}") from None

@@ -11,12 +11,15 @@ from threading import Event
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import generator, randn
-from interrupted_steps import of_all
+from helpers import Interrupted, generator, randn, slow
+from interrupted_steps import of_all, steps_until_whole
 from torch import Tensor
+from waits import AT_ONCE_S
 
 from epmoe import Balancer, EPStateError, ExpertParallel, MoELayer, Placement, balance, route
 from epmoe.config.deadlines import Deadlines
+from epmoe.live import balancer as balancer_module
+from epmoe.live import experts, moves
 from epmoe.live.balance import Plan, fresh
 from epmoe.live.layout import Word
 from epmoe.local.reference import moe_reference
@@ -349,6 +352,53 @@ def test_a_signal_handler_that_raises_as_a_plan_is_published(ep, size, rank, mon
     balancer.finish()
     balancer.close()
     assert ep.live.calls == len(balancer.history) == 1
+
+
+@pytest.mark.parametrize(("victim", "stride"), [(0, 41), (1, 41), slow(0, 1), slow(1, 1)])
+def test_a_plan_is_carried_out_wherever_a_handler_raises(ep, size, rank, victim, stride):
+    """In `tick` and `finish` of one rank, which calls again: the others wait for no deadline, and
+    all have the same table. A plan in whose begin the handler has raised may be dropped by all.
+    """
+    if victim >= size:
+        pytest.skip("there is no such rank")
+    model = Model(ep)
+    balancer = Balancer(ep, every=1, policy=Planned())
+
+    def until_done(call: Callable[[], None]) -> None:
+        """A rank that a handler interrupts calls again."""
+        try:
+            call()
+        except Interrupted:
+            call()
+
+    def plan(begun: Callable[[], None]) -> None:
+        begun()
+        # Loads are sent, rank 0 begins to plan, and sends its plan, which all take up.
+        for _ in range(2):
+            until_done(balancer.tick)
+            dist.barrier()
+        while balancer._planning is not None and not balancer._planning.done:
+            pass
+        for _ in range(2):
+            until_done(balancer.tick)
+            dist.barrier()
+        until_done(balancer.finish)
+
+    files = {balancer_module.__file__, experts.__file__, moves.__file__}
+    begin = time.monotonic()
+    for number, outcomes in enumerate(
+        steps_until_whole(rank, plan, victim=victim, files=files, stride=stride)
+    ):
+        assert set(outcomes) == {"whole"}
+        assert time.monotonic() - begin < AT_ONCE_S, "nobody waits for a deadline"
+        tables = of_all(ep.slots.tolist())
+        assert tables == tables[:1] * size
+        tokens = torch.arange(8)
+        got = model.decode(tokens.to(ep.device), number % STEPS).cpu()
+        assert torch.equal(got, model.decode_alone(tokens, number % STEPS))
+        begin = time.monotonic()
+    balancer.close()
+    assert ep.live.calls > 2
 
 
 def test_ticks_and_calls_past_the_numbers_of_31_bits(ep, size, rank):

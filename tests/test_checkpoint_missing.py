@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import storm.calls
 import torch
 import torch.distributed.checkpoint as dcp
 from exchanges import make_config
 from helpers import long, randn, slow
-from host import Host
+from host import Host, create
 from waits import SHORT_S, SOON_S
 
 import epmoe
 from epmoe import checkpoint
 from epmoe.checkpoint import state_dicts
 from epmoe.group.collective import all_ranks, together
+from epmoe.group.store import OutlivingStore
 from epmoe.training.models import expert_parallels
 
 E = 6
@@ -29,10 +31,10 @@ F = 16
 WAIT_S = SHORT_S
 
 
-def create_layer(state) -> None:
+def create_layer(state, wait_s: float = WAIT_S) -> None:
     ep = state.ep
     shorter = ep.config.exchange.model_copy(
-        update={"warmup_timeout_s": WAIT_S}
+        update={"warmup_timeout_s": wait_s}
     )  # the start may take longer
     ep.config = ep.config.model_copy(update={"exchange": shorter})
     state.layer = epmoe.MoELayer.from_full(
@@ -77,6 +79,19 @@ def die_in_it(state, what: str, folder: Path) -> None:
     run(state, what, folder)
 
 
+def die_behind_its_address(state, folder: Path) -> None:
+    """This rank is killed once others may connect to it."""
+    write = OutlivingStore.set
+
+    def dies(self: OutlivingStore, key: str, value: str) -> None:
+        write(self, key, value)
+        if "//cpu//" in key:  # a word of gloo
+            signal.raise_signal(signal.SIGKILL)
+
+    OutlivingStore.set = dies
+    run(state, "save", folder)
+
+
 FAST = [("full", "dead"), ("offload", "away")]
 IN_CI = [("save", "away"), ("load", "dead")]
 CASES = [
@@ -112,3 +127,18 @@ def test_a_rank_that_stays_away_is_named(tmp_path, what, how):
             assert missing == [2] and "waited for rank(s) [2] of the group" in message, message
             assert ("give their `group`" in message) == (what in ("save", "load")), message
             assert took_s < SOON_S
+
+
+@pytest.mark.slow
+def test_a_death_while_the_others_connect(tmp_path):
+    """They wait for no more than `warmup_timeout_s`: gloo takes several of its timeouts for it."""
+    wait_s = 4.0
+    names = [0, 1, 2]
+    with Host(tmp_path, torch.device("cpu")) as host:
+        host.spawn(*names)
+        host.succeed(names, storm.calls.form, tmp_path / "group", names)
+        host.succeed(names, create, make_config(3, experts=E, hidden=D))
+        host.succeed(names, create_layer, wait_s)
+        host.start([2], die_behind_its_address, tmp_path)
+        for took_s, missing, _ in host.do([0, 1], run, "save", tmp_path):
+            assert missing == [2] and took_s < 2 * wait_s

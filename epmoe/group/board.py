@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from threading import Thread
+from typing import TypeVar
 
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -35,13 +36,16 @@ _CALLS = 4
 ANSWER_OF_NEW_S = 1.0
 # Silence at most from one look to the next: whoever looks late knows of no longer one.
 _LOOK_S = 0.2
-# gloo's timeout in the first attempt; it takes up to five of them.
+# gloo's timeout in the first attempt.
 _CONNECT_S = 0.25
+# It takes up to so many of them for a rank that has ended.
+MOST_TIMEOUTS = 5
 # To write a word into the store, where it can be reached.
 _SEND_S = 0.1
 # Characters of a reason that another rank reads.
 _MOST_CHARACTERS = 500
 _GONE = "a rank is gone"
+_Group = TypeVar("_Group", bound=dist.ProcessGroup | None)
 FORMED = "formed"
 FAILED = "failed"
 
@@ -244,15 +248,10 @@ class Meeting:
         # that has ended. So the first attempts are short, and the next ones give slow members time.
         attempt = int(self.name.rpartition("/")[2])
         connect_s = min(timeout_s, decision.last_call_s, _CONNECT_S * 2**attempt)
-        timeout = timedelta(seconds=timeout_s)
-        connect = timedelta(seconds=connect_s)
-        # With details a group keeps the timeout of its connecting.
-        if dist.get_debug_level() == dist.DebugLevel.DETAIL:
-            connect = timeout
         group = dist.PrefixStore(f"{self.board.name}/group", store)
-        dist.init_process_group(backend, store=group, rank=rank, world_size=size, timeout=connect)
+        make = partial(dist.init_process_group, backend, store=group, rank=rank, world_size=size)
+        connected(make, connect_s, timeout_s)
         store.look = None
-        _set_pg_timeout(timeout)
 
     def confirm(
         self, decision: Decision, rank: int, timeout_s: float, missing: Callable[[], object]
@@ -308,6 +307,20 @@ def arrive(root: Board) -> int:
         if not root.read(key) and root.write_once(key, word) == word:
             return number
         number += 1
+
+
+def connected(make: Callable[..., _Group], connect_s: float, timeout_s: float) -> _Group:
+    """The group that `make` returns for a timeout, None for the default one: it is `connect_s`
+    while ranks connect, and `timeout_s` then.
+    """
+    connect = timedelta(seconds=connect_s)
+    timeout = timedelta(seconds=timeout_s)
+    # With details a group keeps the timeout of its connecting.
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        connect = timeout
+    group = make(timeout=connect)
+    _set_pg_timeout(timeout, group)
+    return group
 
 
 def leave_group() -> None:

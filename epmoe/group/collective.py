@@ -7,13 +7,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from epmoe.config.config import ExchangeConfig
 from epmoe.config.deadlines import ANSWER_S, OPENING_ANSWER_S
-from epmoe.group.board import RollCall
+from epmoe.group.board import MOST_TIMEOUTS, Board, RollCall, connected
+from epmoe.group.deaths import has_ended, name_of_process
 from epmoe.group.errors import EPTimeoutError
 from epmoe.group.member import Member
 from epmoe.group.peers import MissingRankError, Peers
@@ -64,13 +66,11 @@ def all_ranks(eps: Sequence[Member], group: dist.ProcessGroup | None = None) -> 
         yield Peers.of(group, timeout_s)
         return
     made = list[dist.ProcessGroup]()
-    timeout = timedelta(seconds=timeout_s)
     # Made on all ranks or on none, whatever a signal handler raises: others connect to this one.
-    making = Uninterrupted(lambda: made.append(dist.new_group(backend="gloo", timeout=timeout)))
+    making = Uninterrupted(lambda: made.append(_new_group(eps, timeout_s)))
     is_given = False
     try:
-        with Peers.of(dist.group.WORLD).waiting():
-            making.run()
+        making.run()
         peers = Peers.of(made[0], timeout_s)
         is_given = True
         yield peers
@@ -84,6 +84,35 @@ def all_ranks(eps: Sequence[Member], group: dist.ProcessGroup | None = None) -> 
     finally:
         if made:
             dist.destroy_process_group(made[0])
+
+
+def _new_group(eps: Sequence[Member], timeout_s: float) -> dist.ProcessGroup:
+    """A gloo group of all ranks. Collective. Raises MissingRankError.
+
+    gloo looks at no death while it connects, and takes several of its timeouts for a rank that has
+    ended. So nobody connects before all are about to, and the timeouts are short then.
+    """
+    peers = Peers.of(dist.group.WORLD)
+    # torch numbers groups, and all ranks have made as many.
+    board = Board(_get_default_store(), f"epmoe/ready/{_world.group_count}")
+    board.write(peers.rank, name_of_process())
+    deadline = time.monotonic() + timeout_s
+    opened = [ep for ep in eps if ep.group is not None]
+    processes = [""] * peers.size
+    while not all(processes):
+        processes = [board.read(rank) for rank in range(peers.size)]
+        ended = [rank for rank, process in enumerate(processes) if has_ended(process)]
+        missing = ended or _ended(peers, opened)
+        if not missing and time.monotonic() > deadline:
+            missing = [rank for rank, process in enumerate(processes) if not process]
+        if missing:
+            error = RuntimeError("ranks have not come to a group of all")
+            raise MissingRankError(peers, error, missing)
+        time.sleep(POLL_S)
+
+    make = partial(dist.new_group, backend="gloo")
+    with peers.waiting():
+        return connected(make, timeout_s / MOST_TIMEOUTS, timeout_s)
 
 
 @contextmanager

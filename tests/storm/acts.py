@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from host import Host
 from storm.calls import (
@@ -18,6 +18,7 @@ from storm.calls import (
     WHOLE,
     Moment,
     Outcome,
+    Place,
     call,
     form,
     of_regroup,
@@ -67,6 +68,30 @@ class WrongError(AssertionError):
     """A y that the oracle does not have."""
 
 
+class Signals(Protocol):
+    """Which calls a signal comes into."""
+
+    def victim(self, what: str, names: list[int]) -> int | None:
+        """The process into whose part of a call `what` it comes; None: it comes into none."""
+
+    def moment(self, usual_s: float) -> Moment | Place:
+        """When it comes, in a call that usually takes so long."""
+
+
+class Drawn(NamedTuple):
+    """Signals at any moment of any call."""
+
+    draw: random.Random
+
+    def victim(self, what: str, names: list[int]) -> int | None:
+        return self.draw.choice(names) if self.draw.random() < SIGNALLED else None
+
+    def moment(self, usual_s: float) -> Moment:
+        """Between the begin of the call and a little behind its usual end."""
+        after_s = usual_s * self.draw.uniform(0.0, LATEST) + 1e-4
+        return Moment(after_s, self.draw.random() < 0.3)
+
+
 class GroupCalls(NamedTuple):
     """What a rank does where its group changes. Each takes the rank's state first."""
 
@@ -102,6 +127,7 @@ class Act:
         self.host = host
         self.board = host.folder / "board"
         self.draw = random.Random(seed)
+        self.signals: Signals = Drawn(self.draw)
         self.totals = totals
         self.ranks = ranks
         self.names = list[int]()
@@ -151,34 +177,32 @@ class Act:
         self._newest += count
         return list(range(first, self._newest))
 
-    def moment(self, what: str) -> Moment:
-        """Drawn between the begin of a call and a little behind its usual end."""
-        usual_s = self._usual_s.get(what, 0.05)
-        return Moment(usual_s * self.draw.uniform(0.0, LATEST) + 1e-4, self.draw.random() < 0.3)
+    def usual_s(self, what: str) -> float:
+        """How long a call has taken so far."""
+        return self._usual_s.get(what, 0.05)
 
     def all_call(
         self,
         function: Callable,
         *rest: object,
         again: Callable = of_step,
-        signalled: bool | None = None,
+        signalled: bool = True,
         names: list[int] | None = None,
         meanwhile: Callable[[float], None] | None = None,
     ) -> dict[int, Outcome]:
-        """All ranks call a function. A signal comes on one of them, if so drawn.
+        """All ranks call a function. A signal may come on one of them, if `signalled`.
 
         `meanwhile` is called with the usual time of the call, while it runs.
         """
         names = self.names if names is None else names
         what = function.__name__
-        draws = self.draw.random() < SIGNALLED if signalled is None else signalled
-        one = self.draw.choice(names) if draws else None
-        moment = self.moment(what)
+        one = self.signals.victim(what, names) if signalled else None
         for name in names:
-            self.host.start([name], call, moment if name == one else None, again, function, *rest)
+            moment = self.signals.moment(self.usual_s(what)) if name == one else None
+            self.host.start([name], call, moment, again, function, *rest)
         self.totals.counts["signals"] += one is not None
         if meanwhile is not None:
-            meanwhile(self._usual_s.get(what, 0.05))
+            meanwhile(self.usual_s(what))
         living = [name for name in names if name not in self.dead]
         return self.outcomes(what, living)
 
@@ -217,7 +241,7 @@ class Act:
             assert not slept, f"wake: {ended(outcomes)}"
             self.regrouped()
 
-    def recover(self, signalled: bool | None = None) -> None:
+    def recover(self, signalled: bool = True) -> None:
         """All that are there go on."""
         self.totals.counts["recoveries"] += 1
         outcomes = self.all_call(
@@ -239,11 +263,11 @@ class Act:
             return
         size = self.draw.choice(others)
         if size > len(self.names):
-            self._grow(size)
+            self.grow(size)
         else:
-            self._shrink(size)
+            self.shrink(size)
 
-    def _shrink(self, size: int) -> None:
+    def shrink(self, size: int) -> None:
         stay = self.names[:size]
         outcomes = self.all_call(
             self.calls.resize, self.board, size, again=partial(of_resize, size)
@@ -264,20 +288,20 @@ class Act:
         assert sizes == {size}, f"resize to {size}: {sizes}, {ended(stays)}"
         self.regrouped()
 
-    def _grow(self, size: int) -> None:
+    def grow(self, size: int) -> None:
         """New processes join. One that a signal has thrown out of the group is ended."""
         new = self.new_names(size - len(self.names))
         self.host.spawn(*new)
         arrivals = self.arrivals()
-        signalled = self.draw.random() < 0.4
-        one = self.draw.choice([*self.names, *new])
+        one = self.signals.victim("grow", [*self.names, *new])
         for name in new:
-            moment = self.moment("join") if signalled and name == one else None
+            moment = self.signals.moment(self.usual_s("join")) if name == one else None
             self.host.start([name], call, moment, of_regroup, self.calls.join, self.board)
         self.wait_for_arrivals(arrivals + len(new), new)
         for name in self.names:
-            moment = self.moment("resize") if signalled and name == one else None
+            moment = self.signals.moment(self.usual_s("resize")) if name == one else None
             self.host.start([name], call, moment, of_regroup, self.calls.resize, self.board, size)
+        signalled = one is not None
         self.totals.counts["signals"] += signalled
         outcomes = self.outcomes("resize", self.names)
         sizes = {outcome.size for outcome in outcomes.values() if outcome.ended == WHOLE}
@@ -306,7 +330,7 @@ class Act:
         """Put the names in the order of ranks."""
         self.names = self.host.in_order(self.names)
 
-    def together(self, function: Callable, *rest: object, signalled: bool | None = None) -> list:
+    def together(self, function: Callable, *rest: object, signalled: bool = True) -> list:
         """A step that is whole on all ranks or fails on all: then all call again, without a signal.
         Returns the values.
         """

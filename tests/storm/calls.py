@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -37,6 +39,16 @@ class Moment(NamedTuple):
     exits: bool
 
 
+class Place(NamedTuple):
+    """Where a signal comes: behind so many steps in files. Steps are where CPython runs signal
+    handlers: the start of a function, and the end of one in C.
+    """
+
+    steps: int
+    files: frozenset[str]
+    exits: bool
+
+
 class Outcome(NamedTuple):
     """What has become of a call on one rank."""
 
@@ -57,9 +69,9 @@ RAISED = "raised"
 
 
 class Handler:
-    """Raises once, at a moment of what runs within it."""
+    """Raises once, at a moment or a place of what runs within it."""
 
-    def __init__(self, moment: Moment | None) -> None:
+    def __init__(self, moment: Moment | Place | None) -> None:
         self.moment = moment
         self.has_raised = False
         self._armed = False
@@ -74,6 +86,8 @@ class Handler:
     def call(self, function: Callable[[], Any]) -> Any:
         if self.moment is None or self.has_raised:
             return function()
+        if isinstance(self.moment, Place):
+            return self._call_at_place(self.moment, function)
         signal.signal(signal.SIGALRM, self._raise)
         self._armed = True
         signal.setitimer(signal.ITIMER_REAL, self.moment.after_s)
@@ -82,6 +96,24 @@ class Handler:
         finally:
             self._armed = False
             signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _call_at_place(self, place: Place, function: Callable[[], Any]) -> Any:
+        self._armed = True
+        left = place.steps
+
+        def profile(frame: FrameType, what: str, _: object) -> None:
+            nonlocal left
+            if frame.f_code.co_filename in place.files and what in ("call", "c_return"):
+                left -= 1
+                if left < 0:
+                    sys.setprofile(None)
+                    self._raise()
+
+        sys.setprofile(profile)
+        try:
+            return function()
+        finally:
+            sys.setprofile(None)
 
 
 class Begun:
@@ -111,7 +143,7 @@ def prepare(state) -> None:
 
 
 def call(
-    state, moment: Moment | None, calls_again: Callable, function: Callable, *rest: object
+    state, moment: Moment | Place | None, calls_again: Callable, function: Callable, *rest: object
 ) -> Outcome:
     """Call `function(state, *rest)` of all ranks.
 
@@ -180,6 +212,11 @@ def of_resize(size: int, state, before: int | None, error: BaseException) -> boo
 def is_closed(state) -> bool:
     ep = state.ep
     return ep is None or not ep.asleep and ep._exchange is None
+
+
+def of_none(state, before: int | None, error: BaseException) -> bool:
+    """For what is not called again."""
+    return False
 
 
 def of_own(state, before: int | None, error: BaseException) -> bool:

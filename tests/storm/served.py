@@ -19,7 +19,7 @@ from exchanges import make_config
 from helpers import randn
 from host import Host
 from storm.acts import WHOLE, Act, GroupCalls, Totals, WrongError, all_whole, ended
-from storm.calls import Outcome, of_regroup
+from storm.calls import Outcome, of_none, of_regroup
 from torch import Tensor, nn
 
 import epmoe
@@ -200,6 +200,11 @@ def receive(state, version: int | None = None) -> int:
     return state.version
 
 
+def renew(state) -> int:
+    state.receiver.close()
+    return receive(state)
+
+
 @torch.no_grad()
 def load_version(state, version: int) -> int:
     state.receiver.load(version, timeout_s=STEP_S / 2)
@@ -376,6 +381,22 @@ class Served(Act):
         self.whole = self.last if sent else self.whole
         assert newest_version(self.folder / "versions") == self.whole, "a whole version has gone"
 
+    def send_signalled(self) -> None:
+        """A version in which a signal comes, which may be whole, and a larger one then."""
+        self.last += 1
+        self.all_call(send, self.last, False, again=of_none, names=self.trainers)
+        newest = newest_version(self.folder / "versions")
+        assert newest in (self.whole, self.last), f"of {self.whole} there is {newest}"
+        self.whole = newest
+        self.last += 1
+        for name in self.trainers:
+            told = self.host.do([name], send, self.last, False)[0]
+            if "could not send" in told:
+                told = self.host.do([name], send, self.last, False)[0]
+            assert told == "", told
+        self.whole = newest_version(self.folder / "versions")
+        assert self.whole == self.last, f"{self.last} is not whole"
+
     def kill_trainer(self) -> None:
         """In the middle of a version, perhaps. Another one begins."""
         self.last += 1
@@ -516,7 +537,7 @@ class Served(Act):
             if seed is not None:
                 self._put(number, seed, signalled=False)
 
-    def _put(self, number: int, seed: int | None, signalled: bool | None = None) -> None:
+    def _put(self, number: int, seed: int | None, signalled: bool = True) -> None:
         for layer in range(LAYERS):
             self.together(put, layer, number, seed, signalled=signalled)
 

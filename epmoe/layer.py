@@ -1060,8 +1060,8 @@ class MoELayer(nn.Module):
         """Let experts and adapters take part in moves and changes of the group."""
         if self.adapters is not None:
             self.ep.followers.add(self.adapters)
-        if self.ep.live is not None and isinstance(self.experts, GroupedExperts):
-            self.ep.live.weights[self.tag] = _weights_of(self)
+        if isinstance(self.experts, GroupedExperts):
+            self.ep.live.register(self.tag, _weights_of(self))
 
 
 class _RoutedTokens(NamedTuple):

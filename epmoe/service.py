@@ -31,7 +31,6 @@ from epmoe.exchange.exchange import ANOTHER_THREAD, Exchange, takes_turn_of_exch
 from epmoe.exchange.handles import Dispatched, HoldsWindows, Layout, RoundShape, Sent
 from epmoe.exchange.health import Health
 from epmoe.exchange.memory import MemoryPlan
-from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.processors import processor_of
 from epmoe.exchange.round_state import CLOSED
 from epmoe.exchange.transports import addresses_of, device_of
@@ -49,11 +48,20 @@ from epmoe.group.peers import Peers
 from epmoe.group.recovery import Confirm, Wanted, regroup, take_in
 from epmoe.group.store import Store
 from epmoe.live.balancer import Balancer
-from epmoe.live.experts import LiveExperts
+from epmoe.live.experts import LiveExperts, RankExperts, experts_on
+from epmoe.live.fixed import FixedExperts
 from epmoe.live.held import HeldVersions
 from epmoe.live.layout import EMPTY
 from epmoe.live.moves import Moves, SlotWeights
-from epmoe.live.slots import Table, agree_on_slots, keep_slots, read_slots, slots_of, write_slots
+from epmoe.live.slots import (
+    Table,
+    agree_on_slots,
+    keep_slots,
+    lacking,
+    read_slots,
+    slots_of,
+    write_slots,
+)
 from epmoe.local.route import Choice, Routing
 from epmoe.native.arguments import (
     FLOATS,
@@ -152,8 +160,8 @@ class ExpertParallel(HoldsWindows):
     """Names this object on all ranks, old and new ones, through all its groups."""
     processes: list[str]
     """[R], names of the ranks' processes"""
-    live: LiveExperts | None = None
-    """The experts that move, with `placement.live`."""
+    live: RankExperts = FixedExperts()
+    """The experts of this rank, which move with `placement.live`."""
     followers: WeakSet[Follower]
     """What this rank's layers keep for its experts: `resume` tells them of another group."""
     versions: HeldVersions
@@ -321,10 +329,7 @@ class ExpertParallel(HoldsWindows):
         self._mesh = group if isinstance(group, DeviceMesh) else None
 
         # The experts that this rank has to load.
-        if self.live is not None:
-            wanted = self.live.held.tolist()
-            return _lacking(wanted, request.held or [[] for _ in wanted])
-        moves = placement_before.moves(self.placement, ranks_before)[self.rank]
+        moves = self.live.to_load(request.held, placement_before, ranks_before)
         if moves:
             # Weights that come from elsewhere may be of another version.
             self.versions.doubt()
@@ -341,12 +346,8 @@ class ExpertParallel(HoldsWindows):
 
         # Experts that move stay in their slots, unless the weights have gone.
         held = None
-        if keeps and self.live is not None:
-            config = config.of_size(peers.size)
-            slots = self.live.held
-            if not self._has_weights:
-                slots = torch.full_like(slots, EMPTY)
-            held = slots.tolist()
+        if keeps:
+            config, held = self.live.kept(config, peers.size, self._has_weights)
         request = JoinRequest(
             config.model_dump_json(),
             self.origin,
@@ -441,8 +442,7 @@ class ExpertParallel(HoldsWindows):
 
         exchange, self._exchange = self._exchange, None
         try:
-            if self.live is not None:
-                self.live.close()
+            self.live.close()
             # A group that outlives `destroy_process_group` may end the interpreter by SIGABRT.
             self.group = self._mesh = None
             if exchange is not None:
@@ -1044,16 +1044,12 @@ class ExpertParallel(HoldsWindows):
         """The logical experts of this rank's local experts, with `placement.live` those of the
         layer `tag` now, where −1 is an empty slot. Raises EPStateError while experts move.
         """
-        if self.live is None:
-            return self.placement.logical_experts(self.rank)
         return self.live.experts(tag)
 
     def holder(self, expert: int, tag: int = 0) -> tuple[int, int]:
         """A rank that holds a logical expert, and the expert's index among the experts of this
         rank: the same on all ranks. `tag` and errors are those of `logical_experts`.
         """
-        if self.live is None:
-            return self.placement.owner(expert), self.placement.local_index[expert]
         return self.live.holder(tag, expert)
 
     def memory_plan(self) -> MemoryPlan:
@@ -1077,10 +1073,7 @@ class ExpertParallel(HoldsWindows):
 
     def _counts(self, wait: bool) -> Health:
         health = self.exchange.health(wait)
-        live = self.live
-        if live is None:
-            return health
-        return dataclasses.replace(health, refused_plans=live.refused_plans)
+        return dataclasses.replace(health, refused_plans=self.live.refused_plans)
 
     def poll(self) -> None:
         """Raise what kernels have reported so far. It never waits, and does not stop the device.
@@ -1099,10 +1092,7 @@ class ExpertParallel(HoldsWindows):
             EPRefusedError: of `replace`.
         """
         exchange = self.exchange
-        if self.live is None:
-            exchange.run(exchange.poll)
-        else:
-            exchange.run(self._poll)
+        exchange.run(self._poll)
 
     @takes_turn_of_exchange
     def check(self, timeout_s: float | None = None) -> None:
@@ -1234,11 +1224,9 @@ class ExpertParallel(HoldsWindows):
             [request.versions for request in agreed.requests], joined.keeps_weights
         )
         exchange.templates.check_weights = self.versions.check
-        if terms.config.placement.live:
-            assert isinstance(exchange, NodeExchange)
-            # Layers have told the experts of the group so far where their weights lie.
-            weights = {} if self.live is None else self.live.weights
-            self.live = LiveExperts(terms.config, exchange, terms.slots, weights)
+        # Layers have told the experts of the group so far where their weights lie.
+        weights = self.live.weights
+        self.live = experts_on(exchange, terms.config, terms.placement, terms.slots, weights)
         for follower in self.followers:
             follower.regroup(self.num_local_experts, whole=joined.keeps_weights)
         self._asleep = asleep
@@ -1260,14 +1248,8 @@ class ExpertParallel(HoldsWindows):
             wanted = slots_of(slots, rank, terms.config)
 
         # Those that it has held so far: none before its first group.
-        before: Placement | None = getattr(self, "placement", None)
-        if self.live is not None:
-            had = self.live.held.tolist()
-        elif before is not None:
-            had = [before.logical_experts(self.rank)]
-        else:
-            had = [[] for _ in wanted]
-        return not _lacking(wanted, had)
+        had = self.live.held_by_layer() or [[] for _ in wanted]
+        return not lacking(wanted, had)
 
     def _why_unusable(self) -> str:
         if self._owner is not None:
@@ -1285,8 +1267,7 @@ class ExpertParallel(HoldsWindows):
         """
         if self._owner is None:
             self._owner = os.getppid()
-        if self.live is not None:
-            self.live.mail.close(self._why_unusable())
+        self.live.disown(self._why_unusable())
         # One reference too many: nothing of them is destroyed before the process ends.
         for kept in (self._exchange, self.group, self.live):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
@@ -1295,14 +1276,12 @@ class ExpertParallel(HoldsWindows):
 
     def _poll(self) -> None:
         self.exchange.poll()
-        self._moving.step()
+        self.live.step()
 
     @property
     def _moving(self) -> LiveExperts:
         _ = self.exchange  # raises once this object is closed
-        if self.live is None:
-            raise EPStateError("experts stay where they are: `placement.live` is not set")
-        return self.live
+        return self.live.moving()
 
     def __repr__(self) -> str:
         # The shape of rounds.
@@ -1327,19 +1306,6 @@ class ExpertParallel(HoldsWindows):
         if self.generation:
             where += f", generation {self.generation}"
         return f"ExpertParallel({where}, {shape}, {self.device}, {state})"
-
-
-def _lacking(wanted: Table, had: Table) -> tuple[Move, ...]:
-    """The experts that slots are to hold, and that they do not hold yet. Tables are by layer, whose
-    tags begin at 1; a layer may have had fewer slots.
-    """
-    lacking = []
-    for tag, (experts, held) in enumerate(zip(wanted, had, strict=True), 1):
-        for slot, expert in enumerate(experts):
-            is_there = slot < len(held) and held[slot] == expert
-            if expert != EMPTY and not is_there:
-                lacking.append(Move(slot, expert, None, tag))
-    return tuple(lacking)
 
 
 def join_group(
@@ -1444,7 +1410,7 @@ def resize(
     def within() -> bool:
         # Windows have gone in sleep, or in an attempt that a signal handler has interrupted.
         has_windows = ep._exchange is not None
-        if ep.live is not None and size < ep.size and has_windows:
+        if ep.live.can_move and size < ep.size and has_windows:
             _hand_over(ep, size, balancer, weights)
         return regroup(ep, store, load_weights, wanted)
 

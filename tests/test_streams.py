@@ -134,7 +134,7 @@ def groups() -> Iterator[list[epmoe.ExpertParallel]]:
 
 
 def mail_of(ep: epmoe.ExpertParallel) -> Mail:
-    assert ep.live is not None
+    assert ep.live.can_move
     return ep.live.mail
 
 

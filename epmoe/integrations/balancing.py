@@ -101,14 +101,11 @@ class Balancing:
     def move(self, tag: int, experts: GroupedExperts) -> None:
         """Let the experts of the layer with this tag move, if experts do."""
         tensors = [parameter.detach() for parameter in experts.parameters()]
-        live = self.ep.live
-        if live is None:
-            return
 
         def weights_of(tag: int, slot: int) -> list[Tensor]:
             return [tensor[slot] for tensor in tensors]
 
-        live.weights[tag] = weights_of
+        self.ep.live.register(tag, weights_of)
 
     def slots(self, tag: int) -> list[int] | None:
         """The expert in each slot of this rank, −1 for none, of a layer whose weights are loaded,
@@ -116,13 +113,12 @@ class Balancing:
 
         The first call after a step is collective: it ends the moves.
         """
-        live = self.ep.live
-        if self._balancer is None or live is None:
+        if self._balancer is None:
             return None
         if not self._moves_have_ended:
             self._balancer.finish()
             self._moves_have_ended = True
-        return live.experts(tag)
+        return self.ep.live.experts(tag)
 
     def close(self) -> None:
         if self._balancer is not None:

@@ -93,7 +93,7 @@ class HealthCollector(Collector):
             for counter, family in counters.items():
                 family.add_metric(labels, getattr(health, counter))
             rows_by_layer = dict[int, int]()
-            if ep.live is not None:
+            if ep.live.can_move:
                 rows_by_layer = dict(enumerate(health.rows_by_layer, 1))
                 moved.add_metric(labels, ep.live.moved)
                 moved_bytes.add_metric(labels, ep.live.moved_bytes)

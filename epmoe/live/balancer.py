@@ -16,11 +16,11 @@ from torch import Tensor
 
 from epmoe.config.placement import is_int
 from epmoe.exchange.exchange import Exchange, takes_turn_of_exchange
-from epmoe.group.errors import EPRefusedError, EPStateError
+from epmoe.group.errors import EPRefusedError
 from epmoe.group.member import Member
 from epmoe.group.waiting import Promise, Worker
 from epmoe.live.balance import GOAL, MAX_MOVES, Plan, check_limits, check_slots
-from epmoe.live.experts import LiveExperts
+from epmoe.live.experts import LiveExperts, RankExperts
 from epmoe.live.layout import Word
 from epmoe.live.moves import SlotWeights
 from epmoe.live.policy import Policy, few_moves
@@ -37,7 +37,7 @@ _log = logging.getLogger("epmoe")
 class Serving(Member, Protocol):
     """What a `Balancer` uses of an `ExpertParallel`."""
 
-    live: LiveExperts | None
+    live: RankExperts
 
     def poll(self) -> None: ...
 
@@ -120,8 +120,7 @@ class Balancer:
         if not isinstance(least_gain, int | float) or not least_gain >= 0:
             raise ValueError(f"`least_gain` must be a number of at least 0, got {least_gain!r}")
         check_limits(max_moves, goal)
-        if ep.live is None:
-            raise EPStateError("experts stay where they are: `placement.live` is not set")
+        ep.live.moving()  # raises where experts stay
         self._ep = ep
         self._every = every
         self._policy = policy
@@ -251,9 +250,7 @@ class Balancer:
 
     @property
     def _live(self) -> LiveExperts:
-        live = self._ep.live
-        assert live is not None
-        return live
+        return self._ep.live.moving()
 
     @property
     def _is_idle(self) -> bool:

@@ -10,20 +10,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, NoReturn
+from typing import ClassVar, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
 
 from epmoe.config.config import EPConfig
+from epmoe.config.placement import Move, Placement
+from epmoe.exchange.exchange import Exchange
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import CLOSED
 from epmoe.group.errors import EPStateError, EPTimeoutError
 from epmoe.group.waiting import Promise, Worker
 from epmoe.live.balance import check_slots
+from epmoe.live.fixed import FixedExperts
 from epmoe.live.layout import EMPTY, Word
 from epmoe.live.mail import Mail
 from epmoe.live.moves import MOST_CALLS, REFUSED, Moves, SlotWeights
+from epmoe.live.slots import Table, lacking
 from epmoe.live.tables import at_most, in_seats, tables
 from epmoe.live.waves import Wave, in_place, plan_waves
 from epmoe.native.arguments import describe
@@ -71,6 +75,8 @@ class LiveExperts:
         has_ticked: whether there was a tick since the last of them.
         stalled_plans: how often a rank has sent no loads in time, as `Balancer` counts.
     """
+
+    can_move: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -385,6 +391,40 @@ class LiveExperts:
             )
         return self.slots[tag - 1]
 
+    def register(self, tag: int, weights: SlotWeights) -> None:
+        """A layer says where the weights of its slots are."""
+        self.weights[tag] = weights
+
+    def moving(self) -> Self:
+        """This object, for calls that only experts that move take."""
+        return self
+
+    def held_by_layer(self) -> Table:
+        """The experts whose weights this rank has in its slots, by layer."""
+        return self.held.tolist()
+
+    def kept(self, config: EPConfig, size: int, has_weights: bool) -> tuple[EPConfig, Table]:
+        """The configuration of a group of another size in which this rank keeps its experts, and
+        its slots. They are empty where the weights have gone.
+        """
+        held = self.held
+        if not has_weights:
+            held = torch.full_like(held, EMPTY)
+        return config.of_size(size), held.tolist()
+
+    def to_load(
+        self, held: Table | None, before: Placement, ranks_before: list[int | None]
+    ) -> tuple[Move, ...]:
+        """The experts that this rank has to load after a change of the group: those of its slots
+        that were not in its `held` ones.
+        """
+        wanted = self.held_by_layer()
+        return lacking(wanted, held or [[] for _ in wanted])
+
+    def disown(self, why: str) -> None:
+        """In a forked child: send nothing any more."""
+        self.mail.close(why)
+
     def close(self) -> None:
         """End the thread, and the moves before their windows go."""
         if self.moves is not None:
@@ -486,3 +526,21 @@ class LiveExperts:
             stream.wait_stream(streams[0])
         if streams:
             table.record_stream(streams[0])
+
+
+RankExperts = LiveExperts | FixedExperts
+"""The experts of a rank, which move or stay: whoever asks them need not know."""
+
+
+def experts_on(
+    exchange: Exchange,
+    config: EPConfig,
+    placement: Placement,
+    slots: Table | None,
+    weights: dict[int, SlotWeights],
+) -> RankExperts:
+    """The experts of this rank of a group; `slots` and `weights` are those of `LiveExperts`."""
+    if not config.placement.live:
+        return FixedExperts(placement, exchange.rank)
+    assert isinstance(exchange, NodeExchange), "experts move within one node"
+    return LiveExperts(config, exchange, slots, weights)

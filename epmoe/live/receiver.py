@@ -259,7 +259,7 @@ class WeightReceiver:
         self._layers: dict[str, Any] = {}
         peers = peers_of(ep)
         with naming("WeightReceiver", [ep]), peers.together(self._mark_received):
-            if ep.live is not None:
+            if ep.live.can_move:
                 raise ValueError(
                     "`ep` must have experts that stay where they are, to receive weights"
                 )

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from epmoe.config.config import EPConfig
 from epmoe.config.config_file import ConfigError, read_config
+from epmoe.config.placement import Move
 from epmoe.live.balance import check_slots
 from epmoe.live.layout import EMPTY
 
@@ -148,6 +149,19 @@ def keep_slots(config: EPConfig, held: Sequence[Table | None], spread_lost: bool
     for layer, experts in zip(slots, lost, strict=True):
         _fill(layer, experts, S)
     return slots
+
+
+def lacking(wanted: Table, had: Table) -> tuple[Move, ...]:
+    """The experts that slots are to hold, and that they do not hold yet. Tables are by layer, whose
+    tags begin at 1; a layer may have had fewer slots.
+    """
+    moves = []
+    for tag, (experts, held) in enumerate(zip(wanted, had, strict=True), 1):
+        for slot, expert in enumerate(experts):
+            is_there = slot < len(held) and held[slot] == expert
+            if expert != EMPTY and not is_there:
+                moves.append(Move(slot, expert, None, tag))
+    return tuple(moves)
 
 
 def _fill(layer: list[int], experts: list[int], S: int) -> None:

@@ -32,7 +32,7 @@ def problem_with(ep: ExpertParallel) -> str | None:
     """Why experts cannot train where they are placed, or None."""
     placement = ep.placement
     E = ep.placement.num_experts
-    if ep.live is not None:
+    if ep.live.can_move:
         return MOVES
     if placement.num_physical_experts > E:
         return (

@@ -428,7 +428,7 @@ def test_weights_that_fail_later_are_asked_for_again(make, size):
         except ZeroDivisionError:
             continue
     # All bytes have come all the same.
-    assert ep.live is not None and moves.copied_bytes == moves.total_bytes == ep.live.moved_bytes
+    assert ep.live.can_move and moves.copied_bytes == moves.total_bytes == ep.live.moved_bytes
     dist.barrier()
     slots.check()
     for layer in range(L):
@@ -514,7 +514,7 @@ def test_apply_names_a_late_rank_and_goes_on_later(ep, slots, several, rank):
         moves.deadlines = Deadlines(0.05, 0.05, lambda: 2)
         with pytest.raises(EPTimeoutError, match=r"waited for rank\(s\) \[0\].*call `apply` again"):
             ep.apply(timeout_s=0.2)
-        assert 1 <= moves.stalls <= 4 and moves.waits_for() == [0] and ep.live is not None
+        assert 1 <= moves.stalls <= 4 and moves.waits_for() == [0] and ep.live.can_move
         assert ep.live.stalls == moves.stalls
     dist.barrier()
     # It comes, and all go on.
@@ -549,7 +549,7 @@ def test_what_does_not_fit_is_refused(ep, slots, size):
 
 def test_calls_up_to_the_last_number(ep, slots, rank):
     """Words hold the number of a call, in 31 bits."""
-    assert ep.live is not None
+    assert ep.live.can_move
     ep.live.calls = MOST_CALLS - 2
     for n in range(2):
         begin(slots, n)

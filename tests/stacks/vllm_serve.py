@@ -75,7 +75,7 @@ def moved_experts() -> int:
     """How many experts have moved here."""
     from epmoe.integrations.vllm.sizes import named_exchanges
 
-    return sum(ep.live.moved for ep in named_exchanges().values() if ep.live is not None)
+    return sum(ep.live.moved for ep in named_exchanges().values())
 
 
 async def served(model: str, mode: str) -> dict[int, list[int]]:

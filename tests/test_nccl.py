@@ -19,6 +19,7 @@ import torch
 from waits import SOON_S
 
 from epmoe.config.deadlines import RETURN_S, Deadlines
+from epmoe.exchange.left_groups import LeftGroups
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import CLOSED
 from epmoe.group.errors import EPStateError, EPTimeoutError
@@ -253,7 +254,11 @@ def network_of(code: int, noticed: int) -> tuple[NetworkOnGPUs, list[object]]:
     # What it asks and tells: its node, its rail,
     status = SimpleNamespace(code=code)
     network.node = SimpleNamespace(
-        look=lambda: None, status=status, failed=False, check=check, end_waits=end_waits
+        lookout=SimpleNamespace(look=lambda: None),
+        status=status,
+        failed=False,
+        check=check,
+        end_waits=end_waits,
     )
     network.rail = SimpleNamespace(missing=lambda found: found, abort=lambda: told.append("cut"))
     # its place among the ranks,
@@ -373,7 +378,7 @@ def test_the_node_is_told_before_its_windows_go():
     )
     inside.plan = SimpleNamespace(sizes={})
     inside.views = {"state": None}
-    inside._addresses = SimpleNamespace(left=[])
+    inside._addresses = SimpleNamespace(left=LeftGroups())
     inside.deadlines = Deadlines(FIRST_S, TIMEOUT_S, lambda: 2)
     inside.window = SimpleNamespace(
         deaths=SimpleNamespace(close=lambda: None),

@@ -21,7 +21,7 @@ from waits import SOON_S
 
 import epmoe
 from epmoe import EPResumeError, EPStateError, service
-from epmoe.exchange.node import NodeExchange
+from epmoe.exchange.buffers import Buffers
 
 
 def is_valid(state, generation: int) -> bool:
@@ -242,11 +242,11 @@ def test_no_other_thread_joins_while_one_wakes(ep, step):
 @pytest.mark.parametrize("step", ["wake", "resume"])
 def test_close_leaves_what_another_thread_has_mapped(ep, monkeypatch, step):
     """On a GPU its kernels would end the process."""
-    begin = NodeExchange.begin
+    begin = Buffers.let_rounds_begin
     mapped = []
 
-    def closed_meanwhile(exchange: NodeExchange) -> None:
-        begin(exchange)
+    def closed_meanwhile(buffers: Buffers) -> None:
+        begin(buffers)
         with ThreadPoolExecutor(1) as other:
             other.submit(ep.close).result()
         mapped.extend(places.mapped for places in ep._addresses._scratch.values())
@@ -254,7 +254,7 @@ def test_close_leaves_what_another_thread_has_mapped(ep, monkeypatch, step):
     ep.sleep()
     if step == "resume":
         ep.wake()
-    monkeypatch.setattr(NodeExchange, "begin", closed_meanwhile)
+    monkeypatch.setattr(Buffers, "let_rounds_begin", closed_meanwhile)
     getattr(ep, step)()
     assert mapped == [True] and ep.capture_is_valid(0)
 

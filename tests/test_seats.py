@@ -126,7 +126,7 @@ def test_what_differs_where_a_graph_is_of_an_earlier_group():
     ) as ep:
         exchange = ep.exchange
         assert isinstance(exchange, NodeExchange)
-        exchange._addresses.left.append(exchange.plan.sizes | {"M": 8, "num_local_experts": 2})
+        exchange._addresses.left.add(exchange.plan.sizes | {"M": 8, "num_local_experts": 2})
         # As kernels report it.
         exchange.status.epoch = 0
         exchange.status.code = constant("kOutdated")

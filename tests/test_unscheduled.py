@@ -388,15 +388,15 @@ def dispatched(ep: epmoe.ExpertParallel) -> epmoe.Dispatched:
     ids_TK = torch.zeros(4, 2, dtype=torch.int32)
     d = ep.dispatch(x_TD, ids_TK, torch.ones(4, 2))
     exchange = ep.exchange
-    exchange._look_at = dict.fromkeys(exchange._look_at, 0.0)
+    exchange.lookout.look_at.update(dict.fromkeys(exchange.lookout.look_at, 0.0))
     return d
 
 
 def test_polls_take_no_look_of_a_launch_away(ep, monkeypatch):
     looks = list[NextWork]()
-    monkeypatch.setattr(ep.exchange, "_late", looks.append)
+    monkeypatch.setattr(ep.exchange.lookout, "_late", looks.append)
     d = dispatched(ep)
-    thread = Thread(target=ep.exchange.look)
+    thread = Thread(target=ep.exchange.lookout.look)
     thread.start()
     thread.join()
     ep.poll()
@@ -408,7 +408,7 @@ def test_the_exchange_reports_it(ep, monkeypatch):
     """Every later call raises it, also a call that launches."""
     d = dispatched(ep)
     late = {"launch": LateStage(1, 1)}
-    monkeypatch.setattr(ep.exchange, "_late", late.get)
+    monkeypatch.setattr(ep.exchange.lookout, "_late", late.get)
     ep.poll()
     says = "combine of round 1 .*this rank's own kernel was not scheduled"
     for raising in (lambda: ep.combine(d.rows, d), ep.poll, ep.check):
@@ -419,7 +419,7 @@ def test_the_exchange_reports_it(ep, monkeypatch):
 
 def test_the_exchange_passes_on_what_others_report(ep, monkeypatch):
     dispatched(ep)
-    monkeypatch.setattr(ep.exchange, "_late", lambda next_work: LateStage(0, 7, (0, 1)))
+    monkeypatch.setattr(ep.exchange.lookout, "_late", lambda next_work: LateStage(0, 7, (0, 1)))
     with pytest.raises(epmoe.EPTimeoutError, match=r"round 7 .*first seen by rank 1") as caught:
         ep.poll()
     assert caught.value.missing_ranks == [0]

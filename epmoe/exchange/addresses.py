@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from epmoe.exchange.left_groups import LeftGroups
 from epmoe.exchange.places import Memory, Places
 from epmoe.exchange.processor import Processor
 
@@ -25,8 +26,7 @@ class Addresses:
     def __init__(self, memory: Memory, processor: Processor) -> None:
         self.memory = memory
         self.processor = processor
-        # Sizes of the plans of groups that were left, for errors.
-        self.left = list[dict[str, int]]()
+        self.left = LeftGroups()
         self.abandon()
 
     def abandon(self) -> None:

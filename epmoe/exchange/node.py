@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from threading import get_ident
 from time import monotonic
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,18 +25,19 @@ from epmoe.config.deadlines import Deadlines
 from epmoe.config.placement import Placement
 from epmoe.config.seats import Seats
 from epmoe.exchange.addresses import Addresses
+from epmoe.exchange.buffers import Buffers
 from epmoe.exchange.call import Call
 from epmoe.exchange.descriptors import Descriptors
 from epmoe.exchange.exchange import Exchange, takes_turn
 from epmoe.exchange.handles import Dispatched, Layout, Sent
-from epmoe.exchange.health import TOTALS, Health, Totals, raise_incomplete, raise_on_failure
+from epmoe.exchange.health import Health, Totals, raise_incomplete, raise_on_failure
+from epmoe.exchange.lookout import Lookout
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.mismatch import Traits, calls_of
 from epmoe.exchange.outputs import output_rows, refuse_layout, y_of
 from epmoe.exchange.peek import LONG_S
 from epmoe.exchange.round_state import CLOSED, DISPATCHED, RETURNING, SENT, RoundState
 from epmoe.exchange.templates import Templates
-from epmoe.exchange.unscheduled import LOOK_S, LateStage, NextWork
 from epmoe.exchange.window import Window
 from epmoe.group.errors import EPAbortedError, EPOverflowError, EPStateError
 from epmoe.native import ops
@@ -44,21 +45,6 @@ from epmoe.native.layouts import constant, place, struct
 
 # What kernels that had not ended at a release may still write.
 _written_to: list[object] = []
-# Sizes of a plan on which CUDA graphs rest, in words of users.
-_COUNTS = {
-    "R": "ranks or seats (R)",
-    "rank": "the number of this rank or its seat",
-    "M": "most tokens of a rank (M)",
-    "K": "experts per token (K)",
-    "D": "hidden size (D)",
-    "num_local_experts": "experts of this rank",
-    "most_local_experts": "most experts of a rank",
-    "max_rows": "expert-major rows (N)",
-    "copies": "most copies",
-    "alignment": "alignment",
-    "payload_format": "payload",
-    "combine_format": "combine payload",
-}
 # Seconds in which a host asks for a word without a pause. Later the wait may take milliseconds
 # longer, and notices a GPU that has failed.
 _SPIN_S = 1.0
@@ -101,11 +87,10 @@ class NodeExchange(Exchange):
         self._raises_abort = config.exchange.on_abort == "raise"
         self.rows_key = "capacity.max_expert_rows"
 
-        # The buffers, in the window and in scratch. Groups that are alike have the same scratch.
-        window_starts = [region.data_ptr() for region in window.regions]
-        scratch = addresses.scratch((*plan.as_ints(), *window_starts), plan.scratch_bytes)
-        self.memory = window.local, scratch
-        self.views = _buffers_of(plan, window.local, scratch)
+        # The buffers, in the window and in scratch.
+        self.buffers = Buffers(plan, placement, window, addresses, seats)
+        self.memory = self.buffers.memory
+        self.views = self.buffers.views
         # Rows that autograd may keep: each round tells it that they are others now.
         self._rows: Tensor | None = self.views["rows"]
         if self._rows.is_inference():
@@ -114,21 +99,18 @@ class NodeExchange(Exchange):
         y_bytes = plan.sizes["M"] * plan.sizes["D"] * config.model.torch_dtype.itemsize
         self._unread = self.processor.memory_of_unread_y(self.views["rows"], y_bytes)
 
-        # What kernels count and read.
-        self._clear_totals()
-        self.mark_empty_seats()
-        self._write_tables(placement)
         # Where experts move `LiveExperts` writes their tables first.
         if not config.placement.live:
-            self.begin()
+            self.buffers.write_copies(placement)
+            self.buffers.let_rounds_begin()
 
         # Words in host memory that the kernels write. Every call reads them, at a hundredth of the
         # host time that reading a tensor's element takes.
-        self._words = addresses.words()
+        self._words = addresses.words()  # keeps them
         words = self._words.data_ptr()
         self.status = struct("Status").from_address(words)
         progress = self.processor.progress_at(words, self.views)
-        self.layout = *plan.as_ints(), *window_starts, scratch.data_ptr(), words
+        self.layout = *self.buffers.layout, words
 
         # The state of rounds.
         rounds = RoundState(struct("Progress").from_address(progress))
@@ -138,7 +120,9 @@ class NodeExchange(Exchange):
 
         # What calls of one shape share.
         zero_gaps = plan.sizes["alignment"] > 1 and config.capacity.gap_rows == "zero"
-        self.descriptors = Descriptors(plan, words, window_starts, self.deadlines, zero_gaps)
+        self.descriptors = Descriptors(
+            plan, words, self.buffers.window_starts, self.deadlines, zero_gaps
+        )
         self.templates = Templates(
             config, self.device, self.views, rounds, self.rank, plan.sizes, self.descriptors
         )
@@ -148,11 +132,10 @@ class NodeExchange(Exchange):
         self._errors = self.processor.peek(self.views["signal.error"])
         self._counts = self.processor.peek(self.views["recv.counts"])
 
-        # The times of the next looks at kernels that do not begin. Polls take no look of a launch
-        # away.
-        self._watch = self.processor.watch(self.views)
-        first_s = self._watch.first_look_s
-        self._look_at: dict[NextWork, float] = {"launch": first_s, "replay": first_s, None: first_s}
+        # Kernels that do not begin.
+        watch = self.processor.watch(self.views)
+        self.lookout = Lookout(watch, self.status, self.seat, rounds, self.deadlines)
+        self._look_at = self.lookout.look_at
 
     @takes_turn
     def dispatch(self, call: Call) -> Dispatched:
@@ -212,55 +195,15 @@ class NodeExchange(Exchange):
         self.status.needed_rows = 0
         self.status.aborted = 0
 
-    def look(self, launches: bool = False) -> None:
-        """Once in a while: if a kernel does not begin, report it as a kernel would.
-
-        `launches`: a kernel comes next, on the current stream.
-        """
-        # What comes next on the current stream. Another thread than the opener's is on another one.
-        next_work: NextWork = None
-        if launches:
-            next_work = "launch"
-        elif self.rounds.opener == get_ident():
-            next_work = "replay"
-
-        # Once in a while, and until a failure is known.
-        time_s = monotonic()
-        if time_s < self._look_at[next_work]:
-            return
-        self._look_at[next_work] = time_s + LOOK_S
-        words = self.status
-        if words.code:
-            return
-        late = self._late(next_work)
-        if late is None:
-            return
-
-        # A kernel does not begin. Ranks that another one has reported missing are the cause.
-        code = constant("kUnscheduled")
-        originator = self.seat
-        missing = 1 << self.seat
-        if late.reports:
-            code = constant("kTimeout")
-            reports = enumerate(late.reports)
-            originator, missing = next((seat, mask) for seat, mask in reports if mask)
-        words.stage = late.stage
-        words.epoch = late.epoch
-        words.missing = missing
-        words.originator = originator
-        # Last: it says that the others are written.
-        words.code = code
-
-    def _late(self, next_work: NextWork) -> LateStage | None:
-        """See `Watch.late`."""
-        return self._watch.late(self.rounds, self.deadlines.wait_s(), next_work)
-
     def check(self) -> None:
-        self.look()
+        self.lookout.look()
         if not self.status.code:
             return
         if self.status.code == constant("kOutdated"):
-            self._raise_outdated()
+            # A replay has found the state of a group that this rank has left.
+            number = self.status.epoch
+            self.status.code = 0
+            self._addresses.left.refuse_replay(number, self.plan.sizes)
         raise_on_failure(
             self.status,
             self.global_ranks,
@@ -280,7 +223,7 @@ class NodeExchange(Exchange):
         return self.seats.by_rank(calls)
 
     def poll(self) -> None:
-        self.look()
+        self.lookout.look()
         words = self.status
         if words.code or words.needed_rows or words.aborted:
             super().poll()
@@ -395,31 +338,13 @@ class NodeExchange(Exchange):
                     self._addresses.abandon()
                     return
                 self.thread = caller  # no other one gets in any more
-                # Replays of this group's graphs name it by its number among those left.
-                left = self._addresses.left
-                left.append(self.plan.sizes)
-                self.processor.turn_replays_away(self.views["state"], len(left) - 1)
+                number = self._addresses.left.add(self.plan.sizes)
+                self.processor.turn_replays_away(self.views["state"], number)
                 self.window.places.unmap()
                 return
         # Kernels may still write, for as long as this process lives.
         _written_to.append((self, close))
         self._addresses.abandon()
-
-    def _raise_outdated(self) -> NoReturn:
-        """A replay has found the state of a group that this rank has left."""
-        was = self._addresses.left[self.status.epoch]
-        now = self.plan.sizes
-        self.status.code = 0
-        others = []
-        for name, what in _COUNTS.items():
-            if was[name] != now[name]:
-                others.append(f"{what} {was[name]}, not {now[name]}")
-        difference = ", ".join(others) or "other windows"
-        raise EPStateError(
-            "a replay did nothing: its CUDA graph was captured in an earlier group, with "
-            f"{difference}; capture it again, or ask "
-            "`ep.capture_is_valid(generation)` before a replay"
-        )
 
     def has_more_rounds(self) -> bool:
         if self.processor.runs_ahead:
@@ -442,43 +367,6 @@ class NodeExchange(Exchange):
         if self.rounds.has_more_rounds is None:
             self.wait_for_device(self.deadlines.first_s)
             self.check()
-
-    def _clear_totals(self) -> None:
-        for name in ("counts", *TOTALS):
-            self.views[name].zero_()
-
-    def _write_tables(self, placement: Placement) -> None:
-        """Where experts are, as kernels read it."""
-        views = self.views
-        views["table.expert_map"].copy_(placement.expert_map(self.seat))
-        views["table.owners"].copy_(torch.tensor(placement.owners))
-        # With experts that move `LiveExperts` writes quotas in place of copies.
-        if not self.config.placement.live:
-            views["table.copies"].copy_(placement.copies_table())
-            views["table.num_copies"].copy_(placement.num_copies())
-        # Only GPUs look up the place of an expert on another rank.
-        if views["table.local_index"].numel():
-            views["table.local_index"].copy_(torch.tensor(placement.local_index))
-        sentinels = [placement.sentinel(seat) for seat in range(placement.ep_size)]
-        views["table.sentinels"].copy_(torch.tensor(sentinels))
-
-    def begin(self) -> None:
-        """Let rounds begin, once all tables are written: replays of graphs of earlier groups take
-        part from here on.
-
-        A kernel reads the tables before it looks at the state. On a GPU those that have read
-        earlier tables end first.
-        """
-        self.processor.finish()
-        self.views["state"].zero_()
-
-    def mark_empty_seats(self) -> None:
-        """Nobody signals from an empty seat: what kernels find there is the signal of every round,
-        of no rows.
-
-        It lies in the own window, where only this rank writes and reads it.
-        """
-        self.processor.mark_empty_seats(self.views, self.seats.empty)
 
     def opened(self, call: Call) -> Sent:
         """Check a call and give it a round, whose first operator opens it."""
@@ -547,7 +435,7 @@ class NodeExchange(Exchange):
         wait: by default the same.
         """
         if monotonic() >= self._look_at["launch"]:
-            self.look(launches=True)
+            self.lookout.look(launches=True)
             if self.status.code:
                 self.check()
         found = operator(*arguments)
@@ -589,14 +477,3 @@ class NodeExchange(Exchange):
         if rounds.state != state:
             self.check()
             raise RuntimeError(f"round {rounds.epoch} was aborted while this call waited")
-
-
-def _buffers_of(plan: MemoryPlan, window: Tensor, scratch: Tensor) -> dict[str, Tensor]:
-    """The buffers of the plan in window and scratch, by name."""
-    regions = {"window": window, "scratch": scratch}
-    views = {}
-    for buffer in plan.buffers:
-        # Those of the rail have memory of their own.
-        if buffer.region in regions:
-            views[buffer.name] = buffer.view(regions[buffer.region])
-    return views

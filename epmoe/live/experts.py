@@ -128,7 +128,7 @@ class LiveExperts:
         self._tables_loads = self._shared_loads
         self._put_into_use(self._upload(self.slots, self._shared_loads))
         # Rounds may come on another stream, and need the tables.
-        exchange.begin()
+        exchange.buffers.let_rounds_begin()
         exchange.processor.finish_stream()
 
     def _first_slots(self) -> Tensor:

@@ -120,7 +120,7 @@ class Network:
 
     def check(self) -> None:
         """Raise what was reported so far."""
-        self.node.look()
+        self.node.lookout.look()
         if self.failure is None and self.node.status.code:
             self.take_failure_of_node()
         if self.failure is not None:

@@ -382,7 +382,7 @@ def poison(ep: ExpertParallel) -> None:
     for name, buffer in ep.exchange.views.items():
         if buffer.numel() and not name.startswith(CONTROL) and not name.endswith(".flags"):
             poison_(buffer)
-    node_of(ep).mark_empty_seats()
+    node_of(ep).buffers.mark_empty_seats()
     if ep.device.type == "cuda":
         torch.cuda.synchronize()  # before another rank writes here
     dist.all_reduce(torch.zeros(1))

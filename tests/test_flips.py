@@ -13,9 +13,9 @@ from helpers import alone, full_layer, randn
 
 from epmoe import ExpertParallel, WeightReceiver, WeightSender
 from epmoe.exchange import cpu
-from epmoe.live import receiver, versions
+from epmoe.live import flip_words, receiver, versions
 
-FILES = {module.__file__ for module in (cpu, receiver, versions)}
+FILES = {module.__file__ for module in (cpu, flip_words, receiver, versions)}
 
 
 class Interrupted(Exception):
@@ -81,7 +81,7 @@ def test_a_flip_that_is_interrupted_anywhere_is_done_again(tmp_path, spare):
         while line >= 0:
             send()
             while (
-                not taker._flipped_behind < taker._glance[1] < ep.exchange.rounds.count - 1
+                not taker._flipped_behind < taker._words.glance[1] < ep.exchange.rounds.count - 1
             ):  # a flip is to come
                 taker._looked = 0.0
                 taker.tick()

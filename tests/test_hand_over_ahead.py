@@ -5,7 +5,6 @@ model of GPUs.
 from __future__ import annotations
 
 import time
-from ctypes import c_int64
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -20,6 +19,7 @@ from epmoe import WeightReceiver
 from epmoe.exchange.round_state import CLOSED
 from epmoe.group.waiting import Worker
 from epmoe.live import receiver as receiver_module
+from epmoe.live.flip_words import FlipWords
 
 RANKS = 3
 STEPS = 400
@@ -60,10 +60,9 @@ class Receiver(WeightReceiver):
         )
         self._ep = SimpleNamespace(rank=rank, exchange=exchange, generation=0)
         self._generation = 0
-        self._words = words
+        self._words = FlipWords(words, rank)
         self._random = random
         self._folder = Path()
-        self._glance = (c_int64 * 2).from_address(words.data_ptr())
         self._worker = Worker("model")
         self._looked = 0.0
         self.version = self._target = self._flipped_behind = self._begun = -1

@@ -23,6 +23,7 @@ from waits import LONG_S, SOON_S
 import epmoe
 from epmoe import WeightReceiver, WeightSender
 from epmoe.live import receiver, versions
+from epmoe.live.flip_words import FlipWords
 from epmoe.local.spread import local_view
 
 TRAINERS = [0, 1]
@@ -43,7 +44,7 @@ SERVER_STATES = {
     "has fetched": (versions, "fetch_descriptor", lambda *_: True, True),
     "has mapped": (receiver, "map_version", lambda *_: True, True),
     "copies": (WeightReceiver, "_held_experts", lambda _, layer: layer.endswith(LAST_LAYER), True),
-    "has staged": (WeightReceiver, "_post", lambda _, word, __: word >= receiver._STAGED, True),
+    "has staged": (FlipWords, "report", lambda *_, **__: True, True),
     "flips": (WeightReceiver, "_flip", lambda *_: True, False),
     "has flipped": (WeightReceiver, "_flip", lambda *_: True, True),
 }

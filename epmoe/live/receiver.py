@@ -32,7 +32,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from ctypes import c_int64
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, Protocol
 from weakref import WeakSet
@@ -49,8 +48,8 @@ from epmoe.group.errors import EPStateError
 from epmoe.group.member import Member
 from epmoe.group.waiting import Worker
 from epmoe.live.finite import NotFiniteError, nonfinite_rows
+from epmoe.live.flip_words import NONE, FlipWords, Report, Words, outcome
 from epmoe.live.held import Held, HeldVersions, differences
-from epmoe.live.shared_words import shared_words
 from epmoe.live.versions import (
     Version,
     check_all_experts,
@@ -64,7 +63,6 @@ from epmoe.live.versions import (
 from epmoe.local.contexts import name_without_wrappers
 from epmoe.local.quantize import quantize_weights
 from epmoe.local.spread import local_view
-from epmoe.native import ops
 from epmoe.native.arguments import FLOATS, FP8, dtype_name
 
 _log = logging.getLogger("epmoe")
@@ -72,57 +70,8 @@ _log = logging.getLogger("epmoe")
 _LOOK_S = 0.005
 # Between two looks at the thread.
 _GLANCE_S = 1e-4
-# The places of words: two of rank 0, then a report of each rank.
-_TARGET = 0
-_ROUND = 1
-_STAGED = 2
-# In place of a version or a round: there is none.
-_NONE = -1
 # Names of the scales, by the fp8 weights that have them.
 _SCALES = {"w_gate_up": "gate_up_scales", "w_down": "down_scales"}
-
-
-class _Report(NamedTuple):
-    """What a rank reports of a version. It travels as one word, so that nobody sees half of it."""
-
-    version: int
-    is_staged: bool
-    """False: the rank could not take this version"""
-
-    @property
-    def word(self) -> int:
-        """The report as a number: the version if it is staged, otherwise a number below `_NONE`."""
-        if self.is_staged:
-            return self.version
-        return _NONE - 1 - self.version
-
-    @classmethod
-    def of(cls, word: int) -> _Report | None:
-        """The report that a word means; None if the rank has not reported yet."""
-        if word == _NONE:
-            return None
-        if word < _NONE:
-            return cls(_NONE - 1 - word, is_staged=False)
-        return cls(word, is_staged=True)
-
-
-class _Words(NamedTuple):
-    """The words of all ranks at one moment."""
-
-    target: int
-    """the version that rank 0 asks for"""
-    flip_round: int
-    """the round behind which all ranks flip"""
-    reports: list[_Report | None]
-    """the last of each rank"""
-
-    def ranks_that_failed(self, version: int) -> list[int]:
-        failure = _Report(version, is_staged=False)
-        return [rank for rank, report in enumerate(self.reports) if report == failure]
-
-    def all_have_staged(self, version: int) -> bool:
-        staged = _Report(version, is_staged=True)
-        return all(report == staged for report in self.reports)
 
 
 class _Sight(NamedTuple):
@@ -243,15 +192,15 @@ class WeightReceiver:
         self._generation = ep.generation
         self._dense = dense
         self._check_finite = check_finite
-        self.version = _NONE
+        self.version = NONE
         self.pause_s = 0.0
         self.problem: BaseException | None = None
         # The last version that this rank has begun to take.
-        self._target = _NONE
+        self._target = NONE
         # The last ROUND that this rank has taken.
-        self._flipped_behind = _NONE
+        self._flipped_behind = NONE
         # The last version that the thread has begun to stage.
-        self._begun = _NONE
+        self._begun = NONE
         # The version that the thread has staged, until the flip.
         self._staged: Version | None = None
         # When rank 0 has looked into the folder last.
@@ -266,7 +215,7 @@ class WeightReceiver:
             self._layers = layers_to_hand_over(model)
             self._folder = own_folder(folder)
             self._take_memory(spare)
-            self._share_words(peers)
+            self._words = FlipWords.share(self._folder, peers, self._ep.size)
             self._worker = Worker("epmoe-weights")
             self._worker.submit(self._copies.begin_thread)
             self._check_state()
@@ -292,12 +241,6 @@ class WeightReceiver:
         self._free = self._spare
         # torch may have taken this memory from work that still runs on other streams.
         self._await_device()
-
-    def _share_words(self, peers: Any) -> None:
-        """Make the words that all ranks share."""
-        self._words = shared_words(self._folder, peers, _STAGED + self._ep.size, _NONE)
-        # The words of rank 0 by their address, which costs less than an operator.
-        self._glance = (c_int64 * _STAGED).from_address(self._words.data_ptr())
 
     def _replace_former(self) -> None:
         """Close other receivers of these layers: their threads take memory that will serve."""
@@ -354,14 +297,14 @@ class WeightReceiver:
         if self._has_nothing_to_do():
             return False
         round_number = self.exchange.rounds.count
-        words = self._read_words()
+        words = self._words.read()
         # Report a version as staged once the rounds so far have run: a flip to it may come.
         staged = self._staged
         if staged is not None and self._may_report(staged.number, words):
             self._await_device()
             round_number = self.exchange.health(wait=False).rounds
-            self._report(staged.number, is_staged=True)
-            words = self._read_words()
+            self._words.report(staged.number, is_staged=True)
+            words = self._words.read()
         # Flip once this rank has opened the second round behind ROUND.
         flips = self._flipped_behind < words.flip_round < round_number - 1
         if flips:
@@ -377,12 +320,12 @@ class WeightReceiver:
                 self._decide(words, round_number)
         return flips
 
-    def _may_report(self, number: int, words: _Words) -> bool:
+    def _may_report(self, number: int, words: Words) -> bool:
         """Whether to report a version as staged: it has not served, and no rank has failed."""
         is_wanted = self.version < number == self._target
         return is_wanted and not words.ranks_that_failed(number)
 
-    def _go_to_target(self, words: _Words) -> None:
+    def _go_to_target(self, words: Words) -> None:
         """Begin to stage the version that rank 0 asks for, or learn why nobody takes it."""
         if words.target > self._target:
             self._worker.submit(partial(self._stage_and_report, words.target))
@@ -397,7 +340,7 @@ class WeightReceiver:
         It waits for a copy of the thread that is under way, and not for a map.
         """
         # This goes before the look at `_writes`: the thread writes that, then looks here.
-        self._generation = _NONE
+        self._generation = NONE
         self._worker.submit(partial(setattr, self, "_staged", None))
         self._worker.close()
         while self._writes and self._worker.lives:
@@ -448,7 +391,7 @@ class WeightReceiver:
 
     def _has_nothing_to_do(self) -> bool:
         """Whether no flip and no version is to come, by a glance of 1 µs at the words of rank 0."""
-        target, flip_round = self._glance
+        target, flip_round = self._words.glance
         serves_target = target <= self._target == self.version
         if not serves_target or flip_round > self._flipped_behind:
             return False
@@ -488,12 +431,12 @@ class WeightReceiver:
                     self._log_problem(number)
         has_flipped = number <= self.version
         if self._staged is None and not has_flipped:
-            self._report(number, is_staged=False)
+            self._words.report(number, is_staged=False)
             # Frames of the error have what was mapped, and copies of it may still run.
             if self.problem is not None:
                 traceback.clear_frames(self.problem.__traceback__)
 
-    def _learn_of_failure(self, words: _Words) -> None:
+    def _learn_of_failure(self, words: Words) -> None:
         """Note in `problem` which other rank could not take a version."""
         failed = words.ranks_that_failed(words.target)
         if failed:
@@ -503,13 +446,14 @@ class WeightReceiver:
     def _log_problem(self, number: int) -> None:
         _log.warning("version %d of the weights is not taken: %s", number, self.problem)
 
-    def _decide(self, words: _Words, round_number: int) -> None:
+    def _decide(self, words: Words, round_number: int) -> None:
         """On rank 0: let all ranks flip, or ask for another version."""
         target = words.target
         serves = target <= self.version
-        if not serves and words.all_have_staged(target):
-            self._post(_ROUND, round_number)
-        elif serves or words.ranks_that_failed(target):
+        all_have_it = outcome(words.reports, target)
+        if not serves and all_have_it:
+            self._words.flip_behind(round_number)
+        elif serves or all_have_it is False:
             self._ask_for_newer(target)
 
     def _ask_for_newer(self, target: int) -> None:
@@ -520,7 +464,7 @@ class WeightReceiver:
         self._looked = now
         newest = newest_version(self._folder)
         if newest > max(target, self.version):
-            self._post(_TARGET, newest)
+            self._words.ask_for(newest)
 
     @takes_turn_of_exchange
     def _take_newest(self, peers: Any, least: int, timeout_s: float) -> bool:
@@ -530,7 +474,7 @@ class WeightReceiver:
         """
         self._check_state()
         deadline = time.monotonic() + timeout_s
-        failed = _NONE
+        failed = NONE
         while True:
             # Rank 0's folder and clock decide, so that all ranks go the same way.
             mine = _Sight(newest_version(self._folder), self.version, time.monotonic() > deadline)
@@ -558,13 +502,13 @@ class WeightReceiver:
         self._await_worker()
         # Rank 0 takes back a flip that is to come, for all ranks, even if one raises.
         if self._ep.rank == 0:
-            self._post(_ROUND, _NONE)
+            self._words.flip_behind(NONE)
         peers.all_gather(None)
         # If this is interrupted, ticks stage the target again, or report what is staged.
         self._target = self.version
-        self._post(_STAGED + self._ep.rank, _NONE)
+        self._words.take_report_back()
         self._staged = None
-        self._begun = _NONE
+        self._begun = NONE
         # Stage. A version that has gone is no error: its trainer has ended or sent a newer one.
         staged = None
         not_finite = ""
@@ -576,13 +520,13 @@ class WeightReceiver:
             not_finite = str(error)
         # Flip, if all ranks have staged it.
         reasons = []
-        all_have_it = True
+        reports = []
         for has_it, reason in peers.all_gather((staged is not None, not_finite)):
-            all_have_it = all_have_it and has_it
+            reports.append(Report(number, has_it))
             if reason:
                 reasons.append(reason)
         self.problem = NotFiniteError(reasons[0]) if reasons else None
-        if staged is not None and all_have_it:
+        if staged is not None and outcome(reports, number):
             self._flip(staged)
             self._target = number
             return True
@@ -722,16 +666,6 @@ class WeightReceiver:
     def _held_experts(self, layer: str) -> list[int]:
         """The logical expert of each row of this rank in a layer."""
         return self._ep.logical_experts(self._layers[layer].tag)
-
-    def _read_words(self) -> _Words:
-        target, flip_round, *reports = ops.read_words(self._words).tolist()
-        return _Words(target, flip_round, [_Report.of(word) for word in reports])
-
-    def _report(self, version: int, is_staged: bool) -> None:
-        self._post(_STAGED + self._ep.rank, _Report(version, is_staged).word)
-
-    def _post(self, word: int, value: int) -> None:
-        ops.post_word(self._words.view(torch.uint8), 8 * word, value)
 
 
 _open = WeakSet[WeightReceiver]()

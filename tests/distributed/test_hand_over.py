@@ -28,6 +28,7 @@ from waits import LONG_S, SOON_S, until
 from epmoe import ExpertParallel, MoELayer, WeightReceiver, WeightSender
 from epmoe.group.errors import EPStateError
 from epmoe.group.waiting import Worker
+from epmoe.live import flip_words
 from epmoe.live import receiver as receiver_module
 from epmoe.live.held import FIRST, Held
 from epmoe.live.versions import newest_version
@@ -258,7 +259,7 @@ def test_a_token_meets_one_version(rank, size, folder, kind, trainers, monkeypat
         monkeypatch.setattr(WeightReceiver, "_stage", fails_at_times(WeightReceiver._stage))
     if kind == "slow words":  # the ranks stop between any two of them
         slow = SimpleNamespace(post_word=post_and_stop, read_words=ops.read_words)
-        monkeypatch.setattr(receiver_module, "ops", slow)
+        monkeypatch.setattr(flip_words, "ops", slow)
     hand_over(rank, size, folder, trainers % size, kind, last=6, least=2000)
 
 
@@ -345,7 +346,7 @@ def test_a_load_that_one_rank_leaves_calls_a_flip_off_for_all(ep, rank, size, fo
     sender = WeightSender(model, folder)
     receiver = WeightReceiver(ep, model, folder)
     sender.send(1)
-    while ops.read_words(receiver._words)[receiver_module._ROUND] < 0:  # until a flip is to come
+    while receiver._words.read().flip_round < 0:  # until a flip is to come
         model(randn(1, D))
         receiver.tick()
         dist.barrier()

@@ -227,6 +227,7 @@ def test_weights_and_windows_change_below_the_graph(ep):
     step = compiled(layer, "aot_eager")
     x = randn(5, D).to(ep.device)
     assert_same_bits(step(x), layer(x))
+    # Other weights, and other windows.
     layer.load_state_dict(other.state_dict())
     assert_same_bits(step(x), other(x))
     ep.resume()

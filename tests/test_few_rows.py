@@ -213,6 +213,7 @@ def test_by_tma_the_bias_of_outputs_is_added_as_torch_adds_it(device, dtype, row
     bias = experts.down_bias.clone()
     bias[2, 5] = torch.nan
     bias[3, 6] = torch.inf
+    # Products without the bias, and outputs with it.
     experts.down_bias.zero_()
     products = rows.outputs(experts, rows_per_expert)
     experts.down_bias.copy_(bias)
@@ -284,6 +285,7 @@ def test_a_graph_takes_other_segments(device, dtype, options):
     rows = Rows(COUNTS, dtype, device)
     given = {"tokens_per_expert": rows.tokens, "alignment": 1, "rows_per_expert": 1.0}
     replay, out = captured(lambda: experts(rows.rows, rows.offsets, rows.scales, **given))
+    # Rows of other segments come into the buffers of the capture.
     other = Rows(COUNTS[::-1], dtype, device, seed=9)
     wanted = other.outputs(experts, 1.0)
     for mine, its in (
@@ -345,10 +347,12 @@ def test_invariant_experts_take_few_rows_and_many_by_one_order(monkeypatch, dtyp
     """Many rows of bf16 by the GEMM that trains, and all calls where a user names it."""
     on_gpu = SimpleNamespace(is_cuda=True, dtype=dtype, device="cuda")
     fit = {"few_rows", "few_rows_by_tma", "invariant_few_rows", "deep_gemm", many}
+    # Some of the GEMMs take the weights.
     for name, gemm in GEMMS.items():
         problem = None if name in fit else ValueError(name)
         monkeypatch.setattr(gemm, "problem_with", lambda *_, problem=problem: problem)
         monkeypatch.setattr(gemm, "trains", lambda *_, name=name: name == "hopper" == many)
+    # What is chosen, also where kernels for few rows would have other bits.
     assert choose("auto", on_gpu, on_gpu, batch_invariant=True) == ("invariant_few_rows", many)
     assert choose(many, on_gpu, on_gpu, batch_invariant=True) == (many,)
     assert choose("auto", on_gpu, on_gpu)[:3] == ("few_rows", "few_rows_by_tma", "deep_gemm")
@@ -373,6 +377,7 @@ def measured() -> list[tuple[str, str, torch.dtype, float, list[float]]]:
     and by DeepGEMM.
     """
     found = []
+    # Each table of the page has a card and counts of rows in its head.
     for table in re.findall(r"^\| (H\d00 .*?)\n\n", PAGE, re.DOTALL | re.MULTILINE):
         lines = [
             [cell.strip() for cell in line.strip("|").split("|")] for line in table.split("\n")
@@ -469,6 +474,7 @@ def test_the_kernels_get_contiguous_scales_and_biases(monkeypatch):
     e = 2
     width = 256
     middle = 128
+    # Scales and a bias that are views.
     wide = torch.zeros(2 * middle, e, dtype=BF16).t()
     scales = torch.zeros(e, 2, 4)[..., ::2], torch.zeros(e, 2, 2)[..., :1]
     weights = (
@@ -485,6 +491,7 @@ def test_the_kernels_get_contiguous_scales_and_biases(monkeypatch):
         torch.zeros(3, 2),
         Segments(offsets, None, 1, 1.0),
     )
+    # The kernel gets none of them.
     assert (
         all(given.is_contiguous() for given in seen if isinstance(given, Tensor))
         and len(seen) == 15

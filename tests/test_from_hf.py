@@ -356,6 +356,7 @@ def test_config_json_as_its_authors_ship_it(keys, want, tmp_path):
         routing.routed_scaling_factor,
     )
     assert got == want
+    # As a part of a model of several.
     for key in PART_KEYS:
         assert read_from(tmp_path, {"model_type": "of several parts", key: keys}) == config
     if keys["model_type"] == "step3p5":
@@ -387,6 +388,7 @@ def test_what_a_source_may_be(tmp_path):
     assert want.topology.ep_size == 2
     hf.save_pretrained(tmp_path)
     keys = hf.to_dict()
+    # Keys, a folder, a file, and keys of a whole.
     for source in (
         keys,
         tmp_path,
@@ -398,6 +400,7 @@ def test_what_a_source_may_be(tmp_path):
         "moe_topk": [3, 3]
     }  # for each layer, as Hunyuan-A13B's has them
     assert EPConfig.from_hf(keys, ep_size=1).model.num_experts_per_tok == 3
+    # A model, whose dtype counts.
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf, dtype=torch.float32)
     assert EPConfig.from_hf(model, ep_size=2) == want
@@ -430,6 +433,7 @@ def test_sections_replace_what_the_model_says(monkeypatch):
     lacks = r"^a qwen3_moe must have the keys `norm_topk_prob` \(our `routing.renormalize`\)"
     with pytest.raises(ConfigError, match=lacks):
         EPConfig.from_hf(keys, ep_size=8)
+    # Sections go before keys, and the environment before both.
     monkeypatch.setenv("EPMOE_CAPACITY__ALIGNMENT", "4")
     sections = {
         "routing": {"renormalize": True},
@@ -442,6 +446,7 @@ def test_sections_replace_what_the_model_says(monkeypatch):
         "float32",
         128,
     )
+    # What both say alike is no contradiction.
     router = {"scoring": "sigmoid", "selection_bias": True}
     says = {"score_function": "sigmoid", "use_routing_bias": True}
     got = EPConfig.from_hf(QWEN3 | says, ep_size=8, routing=router).routing

@@ -93,6 +93,7 @@ def test_a_forward_pass_takes_the_routes_of_another(ep, rollout):
     record, want = rollout
     model = model_of(ep)
     before = run(model)
+    # Within the context it has the outputs of the other model, and records its routes.
     with replay(model, record), recording(model) as again:
         assert torch.equal(run(model), want)
     assert torch.equal(run(model), before) and not torch.equal(before, want)
@@ -101,6 +102,7 @@ def test_a_forward_pass_takes_the_routes_of_another(ep, rollout):
             torch.equal(got, of)
             for got, of in zip(again[name][0][:2], record[name][0][:2], strict=True)
         )
+    # Contexts of parts name layers from there.
     one, other = model.model.layers
     with replay(one.mlp, {"": record[NAMES[0]]}), replay(other, {"mlp": record[NAMES[1]][0]}):
         assert torch.equal(run(model), want)
@@ -260,6 +262,7 @@ def test_a_context_within_a_checkpoint(ep, rollout):
     model = model_of(ep)
     model.train()
     found = []
+    # Without a checkpoint and within one.
     for wrapped in (
         lambda call, x: call(x),
         lambda call, x: checkpoint(call, x, use_reentrant=False),
@@ -299,6 +302,7 @@ def adapted(ep: ExpertParallel) -> nn.Module:
 def test_adapters_of_sequences_and_tokens(ep):
     model = adapted(ep)
     plain = run(model)
+    # A number for each sequence; contexts within contexts.
     with adapters_of(model, torch.tensor([1, 1])):
         both = run(model)
         with adapters_of(model, torch.tensor([-1, 1])):
@@ -307,6 +311,7 @@ def test_adapters_of_sequences_and_tokens(ep):
             assert torch.equal(run(model), both)
         assert torch.equal(run(model), both)
     assert torch.equal(run(model), plain)
+    # Each sequence has its own.
     assert_close(second, torch.stack([plain[0], both[1]]))
     assert (plain - both).abs().amax((1, 2)).min() > 0.01
 
@@ -397,6 +402,7 @@ def test_a_record_has_the_calls_of_its_own_pass_and_thread(ep, reentrant):
         thread.start()
         assert began.wait(20.0)
         run(model).square().mean().backward()
+    # The other thread calls once more when this record has ended.
     ended.set()
     thread.join()
     assert [[len(calls) for calls in each.values()] for each in (record, *records)] == [
@@ -478,6 +484,7 @@ def test_compiled_calls(ep, fullgraph):
     ones = torch.ones(6, dtype=torch.int32)
     want = layer(x, adapter_ids=ones)
     plain = layer(x)
+    # Outside of a context the graph runs.
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=fullgraph)
     assert torch.equal(compiled(x), plain)
     refused = pytest.raises(Exception, match="between graphs") if fullgraph else nullcontext()

@@ -218,6 +218,7 @@ def test_a_checkpoint_holds_router_and_experts(ep):
     file = io.BytesIO()
     torch.save(layer.state_dict(), file)
     file.seek(0)
+    # The other layer is emptied, and loads the file.
     for tensor in other.state_dict().values():
         tensor.zero_()
     other.load_state_dict(torch.load(file, weights_only=True))
@@ -234,6 +235,7 @@ def test_a_deepcopy_has_weights_and_rounds_of_its_own(ep):
         twin = copy.deepcopy(layer)
     assert torch.equal(twin(x), y) and not twin.recorders
     assert twin.ep is ep and twin.tag not in (0, layer.tag)
+    # Its weights are its own.
     for tensor in twin.state_dict().values():
         tensor.zero_()
     assert twin(x).eq(0).all() and torch.equal(layer(x), y)
@@ -255,8 +257,10 @@ def test_batches_of_sequences(ep, shape):
     x = randn(*shape, D).to(ep.device)
     y = layer(x)
     assert y.shape == x.shape and torch.equal(y.view(-1, D), layer(x.view(-1, D)))
+    # Also where x lies otherwise in memory,
     turned = randn(shape[1], shape[0], D).to(ep.device).transpose(0, 1)
     assert torch.equal(layer(turned), layer(turned.contiguous()))
+    # and with padding.
     real = x.numel() // D // 2
     y = layer(x, num_tokens=real).view(-1, D)
     assert_close(y[:real], want(layer, x.view(-1, D)[:real]), slack=4)

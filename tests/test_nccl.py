@@ -372,6 +372,7 @@ def test_the_node_is_told_before_its_windows_go():
     tells the node.
     """
     order = list[str]()
+    # As much of an exchange of the node as its end needs.
     inside = NodeExchange.__new__(NodeExchange)
     inside.processor = SimpleNamespace(
         ends=lambda *_: not order.append("ended"), turn_replays_away=lambda *_: None
@@ -447,6 +448,7 @@ def test_a_start_that_an_exception_ends(error, raised, lost):
         lost_before.append([*levels.lost])
         raise RuntimeError("operation not permitted when stream is capturing")
 
+    # Transfers under way do not end in time.
     levels.node = SimpleNamespace(processor=SimpleNamespace(ends=ends))
     with pytest.raises(raised):
         levels.start(Transfer(torch.empty(0), torch.empty(0), [], []))

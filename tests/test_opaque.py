@@ -43,6 +43,7 @@ def test_export(ep, strict):
         torch.export.export(exported, (x,), dynamic_shapes=({0: tokens},), strict=strict)
         for exported in (layer, AllReal(layer))
     )
+    # Exported, saved and loaded, for any T.
     file = io.BytesIO()
     torch.export.save(program, file)
     file.seek(0)
@@ -52,6 +53,7 @@ def test_export(ep, strict):
             x = randn(T, D, seed=T).to(ep.device)
             assert_same_bits(exported.module()(x), layer(x))
     assert_same_bits(compiled(loaded.module(), "aot_eager")(x), layer(x))
+    # The layer is gone, and one of the same number takes its place.
     del layer
     gc.collect()
     with pytest.raises(RuntimeError, match="no layer of this process has layer_id=77"):
@@ -67,6 +69,7 @@ def test_numbers_of_layers(ep):
     ids = [layer.layer_id for layer in layers]
     assert len(set(ids)) == 3 and min(ids) >= 2
     assert copy.deepcopy(layers[0]).layer_id not in ids
+    # Numbers that are taken, or none.
     for wrong, error in (
         (ids[0], ValueError),
         (-1, ValueError),
@@ -79,6 +82,7 @@ def test_numbers_of_layers(ep):
             E, D = layers[0].router_weight.shape
             weights = torch.ones(E, D), torch.ones(E, 8, D), torch.ones(E, D, 4)
             epmoe.MoELayer.from_full(ep, *weights, bias=torch.zeros(E), layer_id=wrong)
+    # Copies and casts keep what orders them.
     for layer in (copy.deepcopy(layers[0]), layers[1].bfloat16(), layers[2].to(ep.device)):
         assert layer.order is ep.order and "order" not in layer.state_dict()
 

@@ -121,9 +121,11 @@ def test_the_plan_says_what_max_expert_rows_would_save():
     shown = words(plan(DEEPSEEK))
     assert "By default a rank has 69,632 rows" in shown
     assert "8,192 rows a rank are the mean of balanced routing" in shown
+    # As JSON.
     rows = json.loads(plan(DEEPSEEK, "--json", "-"))["expert_rows"]
     assert (rows["worst"], rows["mean"]) == (69632, 8192)
     assert [one["load"] for one in rows["suggestions"]] == list(LOADS)
+    # Savings are those of plans with the limit.
     config = EPConfig.load(DEEPSEEK)
     found = suggestions(EPConfig.load(DEEPSEEK))
     assert [one.load for one in found] == list(LOADS) == [1.0, 1.5, 2.0]

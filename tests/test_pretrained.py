@@ -126,11 +126,13 @@ def test_transformers_loads_what_was_trained(model_type, tmp_path):
     with epmoe.ExpertParallel(config_of(folder.path), device="cpu") as ep:
         trained = train(spread(model, ep, folder))
         epmoe.checkpoint.save_pretrained(trained, tmp_path / "end", folder, max_shard_bytes=100_000)
+    # The folder is whole, in several files,
     files = {file.name for file in (tmp_path / "end").iterdir()}
     assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= files and len(
         files
     ) > 5
     assert {file.name for file in tmp_path.iterdir()} == {"start", "end"}
+    # and transformers has the trained model.
     assert_same_bits(AutoModelForCausalLM.from_pretrained(tmp_path / "end"), train(model))
     same = epmoe.SafetensorsFolder(tmp_path / "end")
     assert same.keys() == folder.keys()
@@ -146,6 +148,7 @@ def test_the_page_shows_it(tmp_path, monkeypatch):
     code = page.split("tests/test_pretrained.py::test_the_page_shows_it -->\n```python\n")[1].split(
         "```"
     )[0]
+    # The code of the page, before and behind the training.
     load, save = code.split("...\n")
     monkeypatch.chdir(tmp_path)
     with epmoe.ExpertParallel(config_of(folder.path), device="cpu") as ep:
@@ -158,6 +161,7 @@ def test_the_page_shows_it(tmp_path, monkeypatch):
             "block": block,
             "model": model,
         }
+        # One layer as the page has it, and one beside it.
         exec(load, names)
         train(model)
         trained = copy.deepcopy(model)
@@ -180,12 +184,14 @@ def test_mxfp4_trains_and_is_saved_without_scales(dtype, tmp_path):
     folder = epmoe.SafetensorsFolder(start)
     name = str(dtype).removeprefix("torch.")
     with epmoe.ExpertParallel(config_of(start, name), device="cpu") as ep:
+        # It has gradients, and is saved.
         trained = spread(model, ep, folder, dtype=dtype, router_dtype=dtype)
         layer = trained.model.layers[1].mlp.layer
         y = layer(torch.ones(3, 64, dtype=dtype))
         y.sum().backward()
         assert layer.experts.w_down.grad.any() and layer.router_weight.grad.any()
         epmoe.checkpoint.save_pretrained(train(trained), tmp_path / "end", start)
+    # No scales are left.
     config = json.loads((tmp_path / "end" / "config.json").read_text())
     assert "quantization_config" not in config and config["dtype"] == name
     assert_same_bits(AutoModelForCausalLM.from_pretrained(tmp_path / "end"), train(model))

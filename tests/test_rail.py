@@ -164,6 +164,7 @@ def test_what_differs_between_nodes_is_named_within_its_bits():
     """A tag has 15 bits, whatever another rank has sent in its place."""
     memory = memory_of(epmoe.EPConfig(**CONFIG), torch.device("cpu"))
     x, ids, weights = inputs()
+    # Tags of two nodes: another dtype, and another length of rows with bits that mean nothing.
     another_dtype = ([1, 5], (3, 1, 5), {"dtype": ("bfloat16", "float32")})
     another_row = (
         [5],
@@ -176,6 +177,7 @@ def test_what_differs_between_nodes_is_named_within_its_bits():
     ):
         shape = RoundShape(64, ids.shape[1], x.dtype)
         call = Call(x[:, :64], ids, weights, tag=3)
+        # They have come in the first slot of each slab.
         slabs = Slabs(memory, shape, call, epoch=7, inside_epoch=1, most_tokens=None)
         first = slabs._space()[slabs.slab_rows :][: 2 * slabs.stride : slabs.stride]
         sent = torch.tensor([[*tag, slabs.tag.stamp] for tag in tags], dtype=torch.int32)
@@ -225,10 +227,12 @@ def test_the_sum_is_in_fp32_and_in_node_order(device, width, dtype):
         randn(len(slab), width, dtype=dtype, seed=node) for node, slab in enumerate(got.slabs)
     ]
     y = torch.full((T, width), torch.nan, dtype=dtype, device=device)
+    # The own rows lie apart.
     node = RANK // G
     returned = torch.cat([rows for m, rows in enumerate(partial) if m != node])
     own, back, slots_of = (t.to(device) for t in (partial[node], returned, got.slots_of))
     ops.rail_sum(own, back, slots_of, T, node, None, None, None, y)
+    # In the order of nodes.
     want = torch.zeros(T, width)
     for m in range(N):
         for t in range(T):
@@ -309,6 +313,7 @@ def test_what_the_host_sees_of_transfers(words):
     ops.rail_mark(count, shown, None, None, False, None, 0)
     torch.cuda.synchronize()
     assert shown.item() == 1
+    # A mark in a graph.
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         ops.rail_mark(count, shown, None, None, False, None, 0)
@@ -357,11 +362,13 @@ def test_calls_of_other_nodes_that_differ(device):
     got = Packed(device, *inputs(1), T, T)
     sent = torch.cat([slab for node, slab in enumerate(got.slabs) if node != RANK // G]).to(device)
     differing = got.memory.views["rail.noticed"]
+    # The same tag, and one that differs in each of its parts.
     for place in (None, 0, 1, 2, 3):
         wrong = [value + (i == place) for i, value in enumerate(got.tag)]
         ops.rail_tags(sent.flatten(), T, got.memory.descriptor, *wrong, differing)
         torch.cuda.synchronize()
         assert differing.item() == (place is not None)
+    # A tag of another node that differs.
     sent.view(N - 1, T, -1)[1, 0, got.slot.tag] += 1
     ops.rail_tags(sent.flatten(), T, got.memory.descriptor, *got.tag, differing)
     torch.cuda.synchronize()

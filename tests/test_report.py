@@ -107,6 +107,7 @@ def test_the_report_needs_no_other_file(tmp_path):
         tmp_path, *[result(name=f"model {n}", baseline=BASELINE if n else None) for n in range(4)]
     )
     assert len(html) < 200_000
+    # Headers say what they head, and no tag loads or leads anywhere else.
     tags = Elements(html).tags
     assert {attributes.get("scope") for tag, attributes in tags if tag == "th"} == {"col", "row"}
     for tag, attributes in tags:
@@ -115,6 +116,7 @@ def test_the_report_needs_no_other_file(tmp_path):
         assert attributes.get("href", "#").startswith(("#", "data:,")), attributes
         if tag == "a":
             assert f'id="{attributes["href"][1:]}"' in html, "a link within the page leads nowhere"
+    # Neither do style and script.
     assert (
         "http:" not in html
         and "https:" not in html
@@ -348,11 +350,13 @@ def test_the_terminal_and_the_report_have_the_same_tables(tmp_path, capsys):
     """Word for word; and on a terminal of 80 columns the tables are whole."""
     results = [result(name=name, baseline=BASELINE, texts=()) for name in ("deepseek_v3", "failed")]
     results[1] = replace(results[1], checks=[Check("error", "<b>", False)])
+    # What the terminal shows, and the page as words.
     for one in results:
         show(one)
     summarise(results)
     shown = capsys.readouterr().out
     page = re.sub("<[^>]*>", " ", written(tmp_path, *results))
+    # Both have each row.
     words = " ".join(shown.split())
     page_words = " ".join(unescape(page).split())
     for one in results:
@@ -377,8 +381,10 @@ def test_text_and_bars_have_contrast(tmp_path, scheme):
         lights = sorted(map(luminance, (colours[one], colours[other])))
         return (lights[1] + 0.05) / (lights[0] + 0.05)
 
+    # Each stage has a colour.
     stages = [name for name in colours if name.startswith("st-") and name != "st-ink"]
     assert {name[3:].replace("-", " ") for name in stages} == set(STAGES)
+    # Texts with what they stand on, and bars.
     texts = {
         **{
             "ink": "card page code",
@@ -424,6 +430,7 @@ def test_rows_to_oneself_stand_apart_from_rows_on_the_wire(tmp_path):
     three = three_ranks(traffic=traffic)
     assert (three.rows_moved, three.rows_kept) == (17, 1600)
     assert three.bytes_dispatched == 17 * (128 * 2 + 2 * 8) and three.bytes_combined == 17 * 128 * 2
+    # The colours of the heat map,
     heat = Elements(charts.traffic(three))
     assert heat.text.endswith("0rows on the wire8"), "the colours are of rows on the wire alone"
     cells = [one for tag, one in heat.tags if tag == "td" and "title" in one]
@@ -431,6 +438,7 @@ def test_rows_to_oneself_stand_apart_from_rows_on_the_wire(tmp_path):
         i == j for i in range(3) for j in range(3)
     ]
     assert [one.get("style") for one in cells[3:6]] == ["--v:100%", None, "--v:12%"]
+    # and what the page says.
     page = Elements(written(tmp_path, three))
     titles = [title for title in page.titles("td") if " to " in title]
     assert (
@@ -448,6 +456,7 @@ def test_rows_to_oneself_stand_apart_from_rows_on_the_wire(tmp_path):
 def test_who_waits_for_whom(tmp_path):
     three = three_ranks(waited=[[0, 2, 0.5], [0.25, 0, 1], [0, 0.004, 0]])
     assert three.late == (1, 2.004)
+    # The colours of the heat map,
     heat = Elements(charts.waits(three))
     cells = [one for tag, one in heat.tags if tag == "td" and "title" in one]
     assert [title.partition(": ")[2] for title in heat.titles("td")] == [
@@ -462,10 +471,12 @@ def test_who_waits_for_whom(tmp_path):
         "0",
     ]
     assert [one.get("style") for one in cells[:3]] == [None, "--v:100%", "--v:25%"]
+    # and what the page says,
     page = Elements(written(tmp_path, three))
     assert "Who waits for whom" in page.text and "waited longest for rank 1: 2.00 s" in page.text
     assert {"rank 1 for rank 0: 250 ms", "rank 2 for itself: 0"} <= {*page.titles("td")}
     assert three_ranks().late is None and "Nobody has waited" in written(tmp_path, three_ranks())
+    # unless there is nobody to wait for.
     one_rank = {
         "traffic": [[5]],
         "dropped": [0],
@@ -496,6 +507,7 @@ def test_loads_of_ranks_while_experts_move(tmp_path):
     rows = [[30] * 12 + [11] * 12, [10] * 12 + [10] * 12, [5] * 12 + [9] * 12]
     balancing = Balancing(rows, [(2, 3), (12, 1), (13, 0), (24, 1)])
     assert balancing.num_moves == 5 and balancing.ends == (2.0, 1.1)
+    # Rounds two by two, of each rank, the most, and the moves.
     chart = charts.balance(balancing)
     lines = [Elements(line).text for line in chart.split("<tr>")[1:]]
     assert lines[0] == "rank" + "".join(f"{n}" for n in range(1, 24, 2))
@@ -503,6 +515,7 @@ def test_loads_of_ranks_while_experts_move(tmp_path):
     assert lines[4].startswith("most2.00") and lines[4].endswith("1.10")
     assert lines[5].startswith("moves300001000001")
     assert lines[5].endswith("0.33×load of a rank, over the mean2.00×")
+    # What the page says, but only where experts move.
     page = Elements(written(tmp_path, three_ranks(balancing=balancing)))
     assert (
         "5 experts have moved; the busiest rank took 2.00 × the mean in the first quarter, 1.10 ×"

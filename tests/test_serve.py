@@ -199,6 +199,7 @@ class Server:
                 yield
             finally:
                 stop.set()
+            # What a client has raised is raised here.
             for client in asking:
                 client.result(WAIT_S)
 
@@ -255,12 +256,14 @@ def alone() -> Iterator[serve_rank.Model]:
 
 def check(server: Server, model: serve_rank.Model, most_lost: int, gap_s: float = GAP_S) -> None:
     """Answers are those of one process, but for requests of ranks that have died."""
+    # Only requests of dead ranks are lost, and not many.
     right = [answer for answer in server.answers if answer.status == 200]
     lost = [answer for answer in server.answers if answer.status != 200]
     assert all(answer.status == 503 and "has died" in answer.content["error"] for answer in lost), (
         lost
     )
     assert len(lost) <= most_lost, f"{len(lost)} lost"
+    # Tokens are right.
     expected = continued(model, [answer[:2] for answer in right], serve_rank.BATCH)
     wrong = [
         (answer, tokens)
@@ -268,6 +271,7 @@ def check(server: Server, model: serve_rank.Model, most_lost: int, gap_s: float 
         if answer.content["tokens"] != tokens
     ]
     assert not wrong, wrong[0]
+    # Nobody has waited for long.
     gap = server.metric("serve_longest_gap_seconds")
     print(f"{len(right)} right, {len(lost)} of dead ranks, longest gap {gap:.3f} s")
     assert gap < gap_s
@@ -324,14 +328,17 @@ def moved_experts(server: Server) -> float:
 
 def refuse(server: Server) -> None:
     """Requests that are wrong get an answer that says so, from the front."""
+    # Bodies and sizes that are wrong,
     for body in REFUSED:
         status, content = server.call("/generate", body)
         error = json.loads(content)["error"]
         assert status == 400 and error and not error.startswith(":"), (body, error)
     for ranks in ("x", 0, -1, 1.5, True, None, 10**9):
         assert server.call("/scale", {"ranks": ranks})[0] == 400
+    # a body that is too long,
     status, content = server.call("/generate", b" " * 100_000)
     assert status == 413 and json.loads(content)["error"] == "a body has up to 65536 bytes"
+    # and paths that are not there.
     for status, method, path in ((404, "GET", "/x"), (404, "PUT", "/"), (405, "GET", "/scale")):
         assert server.call(path, method=method)[0] == status
     assert [server.call(path)[0] for path in ("/health", "/ready")] == [200, 200]
@@ -608,6 +615,7 @@ def test_a_death_in_every_state(tmp_path, alone, state, run):
     deaths = len(victims(state)) + (new is not None) + (old is not None)
     with running(tmp_path, "tests/dying_server.py", state) as server:
         before = server.pids()
+        # All others stay, and the dead are replaced.
         kept = (
             set(before)
             - {before[rank] for rank in victims(state)}

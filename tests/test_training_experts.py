@@ -260,6 +260,7 @@ def test_strides_and_addresses_that_no_vector_fits(device):
     offsets = torch.tensor(OFFSETS, dtype=torch.int32, device=device)
     beside, grad = (randn(N, D + 3, seed=s).bfloat16().to(device) for s in range(2))
     results = []
+    # As they are, and as copies that vectors fit.
     for copied in (False, True):
         x = (
             (beside[:, 1 : D + 1].clone() if copied else beside[:, 1 : D + 1])
@@ -382,6 +383,7 @@ def test_the_backward_pass_keeps_what_it_needs(trains, kept):
     w = torch.rand(N).requires_grad_(trains == "row_weights")
     if trains.startswith("w_"):
         getattr(experts, trains).requires_grad_()
+    # Shapes tell what is kept.
     names = {(N, D): "rows", (N, 16): "gate_up", (E, 16, D): "w_gate_up", (E, D, 8): "w_down"}
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(

@@ -236,6 +236,7 @@ def test_a_part_of_the_gradients(requires_grad):
     inputs = {"x": [x], "weights": [weights], "experts": list(experts.parameters())}[requires_grad]
     with torch.no_grad():
         want = experts(x, ids, weights)
+    # One part alone has gradients.
     for tensor in inputs:
         tensor.requires_grad_()
     y = experts(x, ids, weights)
@@ -250,6 +251,7 @@ def test_adapters_of_peft_train():
     single = loaded("qwen3_moe")
     shared = loaded("qwen3_moe", experts_implementation="epmoe")
     gradients = []
+    # In one process, and through epmoe.
     for model in (single, shared):
         model.requires_grad_(False)
         factors = [

@@ -216,6 +216,7 @@ def test_no_weights_change_in_an_open_round_or_by_a_closed_receiver(ep, layer, f
 def test_a_server_goes_on_without_the_folder(ep, layer, folder):
     WeightSender(layer, folder).send(1)
     receiver = WeightReceiver(ep, layer, folder)
+    # Rounds go on, and `load` says what is absent.
     shutil.rmtree(folder)
     for _ in range(3):
         receiver._looked = 0.0
@@ -486,6 +487,7 @@ def test_dense_names_have_no_wrappers(ep, folder, trainer, server):
     served = wrapped(server, Block(full_layer(ep)[0]))
     dense = {name: value for name, value in sent.named_parameters() if "norm" in name}
     WeightSender(sent, folder).send(1, dense)
+    # The server takes what the trainer names.
     taken = []
     receiver = WeightReceiver(
         ep,
@@ -504,10 +506,12 @@ def test_dense_weights_that_nobody_takes(ep, layer, folder):
     receiver = WeightReceiver(ep, layer, folder)
     load = partial(layer.load_state_dict, strict=False)
     sender.send(1, {"odd": A})
+    # Nobody to take them, or no weight of that name.
     with pytest.raises(ValueError, match="version 1 has dense weights, such as 'odd': `dense` m"):
         receiver.load(1)
     with pytest.raises(ValueError, match=r"taken no weight, .* no such names: \['odd'\]"):
         WeightReceiver(ep, layer, folder, dense=load)
+    # One name of two is enough.
     sender.send(2, {"odd": A, "router_weight": layer.router_weight.detach() + 1})
     receiver = WeightReceiver(ep, layer, folder, dense=load)
     assert receiver.version == 2

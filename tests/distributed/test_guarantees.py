@@ -569,10 +569,12 @@ def test_frozen_parts(bench, frozen):
     free = bench.layer()
     for name, p in layer.named_parameters():
         p.requires_grad_(frozen != "all" and not name.startswith(frozen))
+    # The same call of both.
     xs = [bench.x().requires_grad_() for _ in range(2)]
     for each, x in zip((layer, free), xs, strict=True):
         bench.y(each, x)
     same([xs[0].grad], [xs[1].grad])
+    # Parts that are free have the same gradients.
     for (name, p), other in zip(layer.named_parameters(), free.parameters(), strict=True):
         assert (p.grad is None) == (frozen == "all" or name.startswith(frozen))
         same([p.grad] if p.grad is not None else [], [other.grad] if p.grad is not None else [])
@@ -588,8 +590,10 @@ def test_given_routes(bench):
         y, routes = layer(x, return_routing=True)
         again = layer(x, routing=(routes.ids, routes.weights.detach()))
     assert torch.equal(y, again) and routes.logits.shape == (T, E)
+    # What was recorded of both calls.
     first, second = record["0"]
     assert torch.equal(first.ids, second.ids) and second.logits is None
+    # Loads and losses of routes.
     if bench.trains:
         load = torch.zeros(E, dtype=torch.int32, device=x.device)
         load[bench.ep.placement.logical_experts(bench.rank)] = routes.tokens_per_expert

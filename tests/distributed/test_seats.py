@@ -42,6 +42,7 @@ def test_rounds_with_empty_seats(seated, rank, size, ll_max_tokens):
     ep = seated(ll_max_tokens=ll_max_tokens)
     gain_eD = rows_of_slots(ep)
     assert (ep.rank, ep.size) == (rank, size) and ep.memory_plan().sizes["R"] == size + EMPTY_SEATS
+    # Rounds of different lengths.
     for seed in range(4):
         tokens = make_tokens(ep.config, rank, (3 + 2 * rank, 9, 16, 0)[seed], seed=seed)
         poison(ep)
@@ -50,6 +51,7 @@ def test_rounds_with_empty_seats(seated, rank, size, ll_max_tokens):
         ep.check()
         assert_y(y, ep.config, tokens)
         assert d.recv.counts.shape == (size + EMPTY_SEATS,) and not d.recv.counts[size:].any()
+    # Counts name ranks.
     health = ep.health()
     assert len(health.rows_sent) == len(health.waited_s) == len(health.aborted_rounds) == size
 
@@ -62,11 +64,13 @@ def test_slabs_of_empty_seats_are_padding(seated, rank, size, ll_max_tokens):
     tokens = make_tokens(ep.config, rank, 7, seed=3)
     d = ep.dispatch(*given(ep, tokens), layout="rank", tag=1)
     assert d.recv.x.shape[:2] == d.recv.ids.shape[:2] == (R, M)
+    # Slabs behind those of ranks have the sentinel and zeros.
     counts = d.recv.counts.tolist()
     ids = d.recv.ids.cpu()
     weights = d.recv.weights.cpu()
     assert not any(counts[size:]) and not weights[size:].any()
     assert len(sentinel := ids[size:].unique()) == 1 and int(ep.expert_map[int(sentinel)]) == -1
+    # The sums of experts on slabs.
     local = ep.expert_map[d.recv.ids.long()].long()
     weights = d.recv.weights.where(local >= 0, 0)[..., None]
     factor = (rows_of_slots(ep)[local.clamp(min=0)] * weights).sum(2)
@@ -90,6 +94,7 @@ def test_errors_name_ranks(seated, rank, size):
     ep = seated(exchange={"on_abort": "raise"})
     tokens = given(ep, make_tokens(ep.config, rank, 5, seed=1))
     d = ep.dispatch(*tokens, tag=1)
+    # The last rank gives a round up,
     if rank == size - 1:
         ep.abort()
     else:
@@ -97,6 +102,7 @@ def test_errors_name_ranks(seated, rank, size):
             ep.combine(d.rows, d)
             ep.check()
         assert aborted.value.ranks == [size - 1]
+    # and the first one brings a smaller D.
     with pytest.raises(EPMismatchError) as mismatch:
         hidden = 16 if rank == 0 else ep.config.model.hidden_size
         d = ep.dispatch(tokens[0][:, :hidden].contiguous(), *tokens[1:], tag=1)

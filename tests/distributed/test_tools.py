@@ -312,6 +312,7 @@ def peft(case: Case) -> None:
     model, alone = (peft.get_peft_model(each, config) for each in (case.model(), Model(case.kind)))
     if case.prepared:
         ignore_experts(spread_adapters(model))
+    # Both begin with the same factors.
     factors = {name: value for name, value in whole(model).items() if "lora_" in name}
     alone.load_state_dict(factors, strict=False)
     try:
@@ -319,6 +320,7 @@ def peft(case: Case) -> None:
     except RuntimeError:
         model.unload()
         raise
+    # They have changed, and alike.
     want = train_alone(alone, adamw([p for p in alone.parameters() if p.requires_grad]))
     got = whole(model)
     assert factors and not any(torch.equal(got[name], factors[name]) for name in factors)
@@ -337,6 +339,7 @@ def resumes(
     second = wrap(case.model())
     of_first = optimizer(first.parameters())
     of_second = optimizer(second.parameters())
+    # The second model has other weights, until it loads.
     with torch.no_grad():
         for parameter in second.parameters():
             parameter.mul_(0.5)
@@ -483,10 +486,12 @@ def shared_experts(case: Case) -> None:
     model.blocks[1].moe.experts = model.blocks[0].moe.experts
     wrapped = eagerly_compiled(under_ddp(model))
     before = whole(model)
+    # Sharded,
     checkpoint.save(wrapped, case.folder / "saved")
     zero_(model)
     checkpoint.load(wrapped, case.folder / "saved")
     assert_same(whole(model), before, 0.0)
+    # and whole.
     state = copy.deepcopy(checkpoint.full_state_dict(wrapped))
     zero_(model)
     checkpoint.load_full_state_dict(wrapped, state)

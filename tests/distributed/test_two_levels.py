@@ -138,6 +138,7 @@ def test_more_rows_for_a_node_than_its_slab_holds(make_ep, rank, half):
     ep = make_ep(ranks_per_node=half, experts=8, top_k=2, **options)
     tokens = make_tokens(ep.config, rank, 9)
     tokens.ids[:] = torch.tensor([1, 6])
+    # Four of nine tokens have no room.
     with pytest.raises(
         epmoe.EPOverflowError, match="9 rows for one node, but capacity.max_rows_per_node is 5"
     ):
@@ -145,10 +146,12 @@ def test_more_rows_for_a_node_than_its_slab_holds(make_ep, rank, half):
         ep.check()
     ep.check()
     assert ep.health().dropped_pairs == 8
+    # Five have, also where no more are said to come.
     few = make_tokens(ep.config, rank, 5)
     assert_y(run_round(ep, few), ep.config, few)
     with ep.at_most(5):
         assert_y(run_round(ep, few), ep.config, few)
+    # A round with too many that is given up.
     ep.dispatch(*given(ep, tokens))
     ep.abort()  # what lacked slots leaves nothing behind
     assert_y(run_round(ep, few), ep.config, few)
@@ -177,6 +180,7 @@ def test_abort_between_phases(make_ep, rank, size, half, after, options):
     for n in range(3):
         tokens = make_tokens(ep.config, rank, 16 - rank, seed=n)
         x, ids, weights = given(ep, tokens)
+        # Some go on to the phase behind which it ends, and all others to the end of the round.
         handle = ep.dispatch_send(x, ids[:, :1], weights[:, :1], **options)
         gives_up = n == 0 or rank == size - 1
         if not gives_up or after != "dispatch_send":
@@ -185,6 +189,7 @@ def test_abort_between_phases(make_ep, rank, size, half, after, options):
         if not gives_up or after == "combine_send":
             ep.combine_send(rows, handle)
         ep.abort(handle) if gives_up else ep.combine_recv(handle)
+        # The next one is complete.
         assert_y(run_round(ep, tokens), ep.config, tokens)
     ep.check()
 
@@ -270,6 +275,7 @@ def test_ctrl_c_around_the_start_of_a_transfer(make_ep, rank, monkeypatch, behin
                 raise KeyboardInterrupt
 
     monkeypatch.setitem(RAILS, "interrupted", Interrupted)
+    # Rank 0 gives the round up; the others get through it.
     ep = make_ep(ranks_per_node=2, timeout_s=30.0, exchange={"rail": "interrupted"})
     tokens = make_tokens(ep.config, rank, 9)
     if rank == 0:
@@ -278,6 +284,7 @@ def test_ctrl_c_around_the_start_of_a_transfer(make_ep, rank, monkeypatch, behin
         ep.abort()
     else:
         run_round(ep, tokens)
+    # The next one is complete.
     few = make_tokens(ep.config, rank, 2, seed=1)
     with ep.at_most(2):
         assert_y(run_round(ep, few), ep.config, few)
@@ -330,8 +337,10 @@ def test_a_rank_of_another_node_that_stays_away_is_named(make_ep, rank, device, 
     d = ep.dispatch(*given(ep, tokens)) if stage != "dispatch" else None
     ep.check()
     meet()
+    # One rank leaves, or does nothing.
     if rank == half and stage == "leaves":
         ep.close()
+    # All others name it.
     if rank != half:
         begin = time.monotonic()
         with pytest.raises(epmoe.EPTimeoutError) as error:
@@ -351,6 +360,7 @@ def test_whole_nodes_go_on(make_ep, rank):
     tokens = first_round(ep, 6)
     three = dist.new_group([0, 1, 2])
     two = dist.new_group([0, 1])
+    # A node with one rank of two.
     if rank < 3:
         with pytest.raises(
             ValueError,
@@ -358,6 +368,7 @@ def test_whole_nodes_go_on(make_ep, rank):
         ):
             ep.resume(three, ep.placement.without([3], spread_lost=True))
     assert_y(run_round(ep, tokens), ep.config, tokens)
+    # A whole node.
     if rank < 2:
         ep.resume(two, ep.placement.without([2, 3], spread_lost=True))
         assert_y(run_round(ep, tokens), ep.config, tokens)
@@ -376,6 +387,7 @@ def test_a_wait_for_the_network_that_ctrl_c_ends(make_ep, rank, stage, aborts):
     waits = rank == 0
     aborts = aborts or stage == "dispatch"
     d = ep.dispatch(*given(ep, tokens)) if stage.startswith("combine") else None
+    # Rank 0 comes to its wait, is interrupted, and may give the round up.
     if waits:
         sent = ep.dispatch_send(*given(ep, tokens)) if stage == "dispatch_recv" else None
         rows = run_experts(ep, d) if d else None
@@ -392,6 +404,7 @@ def test_a_wait_for_the_network_that_ctrl_c_ends(make_ep, rank, stage, aborts):
         if aborts:
             ep.abort()
     dist.barrier()
+    # All others end the round, and so does rank 0 if it has not given it up.
     if not (waits and aborts):
         d = d or (ep.dispatch_recv(sent) if waits else ep.dispatch(*given(ep, tokens)))
         returning = waits and stage.startswith("combine")

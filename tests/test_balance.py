@@ -195,6 +195,7 @@ def parts_of(entries: Tensor, slots: Tensor) -> Tensor:
     parts = torch.zeros(len(entries), len(slots), dtype=torch.float64)
     for x, row in enumerate(entries.long().bitwise_and(0xFFFFFFFF).tolist()):
         begin = 0
+        # An entry is the last number of a slot and the slot.
         for last, slot in (divmod(entry, NUMBERS) for entry in row):
             if begin < NUMBERS:
                 assert last >= begin and slots[slot] == x
@@ -365,6 +366,7 @@ def test_a_fresh_placement_is_approached_where_no_move_helps():
         generator = torch.Generator().manual_seed(seed)
         loads = torch.randint(10, (15,), generator=generator)
         slots = (torch.randperm(16, generator=generator) - 1).int()
+        # What a fresh table reaches, and what a plan from a drawn one does.
         target = fresh(loads, 4, 4)
         best = epmoe.balance(loads, target, ep_size=4, max_moves=0).balance_after[0]
         missed += epmoe.balance(loads, slots, ep_size=4).balance_after[0] > max(best, 1.03) + 0.05

@@ -144,9 +144,11 @@ def _layer_report():
 )
 def test_views(tmp_path, report, rows):
     assert report.table("tiny: 2 ranks").row_count == rows
+    # Plots of both formats.
     for name, start in (("plot.png", b"\x89PNG"), ("plot.svg", b"<?xml")):
         report.plot(tmp_path / name, "tiny: 2 ranks")
         assert (tmp_path / name).read_bytes().startswith(start)
+    # Facts, then figures.
     report.write_json(tmp_path / "figures.json", facts(report.benchmark, _config(), "uniform", 3))
     content = json.loads((tmp_path / "figures.json").read_text())
     assert list(content)[:4] == ["benchmark", "config", "routing", "ranks"], "the facts come first"
@@ -159,9 +161,11 @@ def test_views(tmp_path, report, rows):
 def test_what_the_views_say():
     figures = _cpu_report().results[0]
     assert (figures["ratio"], figures["ratio_kept"]) == (7, 3)
+    # What was left out, and what a peer does not say.
     view = _layer_report().table()
     assert "plain, DeepGEMM was left out: it is not installed" in str(view.caption)
     assert list(view.columns[6].cells) == ["–", "–"], "the experts of a peer alone"
+    # Bytes and shares of the floor.
     report, sample = _gpu_report()
     floor_row, ours = report.results[:2]
     assert (floor_row["side"], floor_row["floor_percent"], floor_row["blocks"]) == (
@@ -202,6 +206,7 @@ def test_rows_that_the_floor_moves():
         torch.randint(1, 255, (int(traffic_RR[r].sum()), 16), dtype=torch.uint8) for r in range(3)
     ]
     arrived = [torch.zeros(int(traffic_RR[:, r].sum()), 16, dtype=torch.uint8) for r in range(3)]
+    # Each rank copies its rows to the others.
     for rank, source in enumerate(sources):
         targets = [arrived[r].data_ptr() + 16 * int(traffic_RR[:rank, r].sum()) for r in range(3)]
         for origin, target in floor.moves(
@@ -260,6 +265,7 @@ def test_two_gpus(tmp_path, options):
         [*launch, *bench], PYTHONPATH=os.pathsep.join(sys.path)
     )  # also packages outside site-packages
     assert done.returncode == 0, done.stdout + done.stderr
+    # A row of each side and payload at each T.
     content = json.loads((tmp_path / "figures.json").read_text())
     rows = content["results"]
     if options == ["--layer"]:

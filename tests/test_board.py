@@ -128,11 +128,13 @@ def test_a_rank_that_is_killed_leaves_no_half_word(tmp_path, repeats):
     fork = multiprocessing.get_context("fork")
     draw = random.Random(0)
     for _ in range(repeats):
+        # A child writes long words, and is killed.
         child = fork.Process(target=write_for_ever, args=(tmp_path, "word"))
         child.start()
         time.sleep(draw.uniform(0.0, 0.02))
         child.kill()
         child.join()
+        # Those that are there are whole.
         found = [board.store.get("key")] if board.store.check(["key"]) else []
         found += [board.read(n).encode() for n in takewhile(board.read, count())]
         assert all(len(text) == 100_000 for text in found)
@@ -167,6 +169,7 @@ def test_the_first_group_meets_in_a_folder_of_this_user(tmp_path):
     heard = multiprocessing.get_context("fork").SimpleQueue()
     fork = multiprocessing.get_context("fork").Process
     ranks = [fork(target=meet, args=(tmp_path / "new", rank, heard)) for rank in range(2)]
+    # Both ranks meet, in a folder that they make.
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -174,6 +177,7 @@ def test_the_first_group_meets_in_a_folder_of_this_user(tmp_path):
     assert [rank.exitcode for rank in ranks] == [0, 0]
     assert [heard.get(), heard.get()] == [3.0, 3.0]
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    # Others could write into it now.
     (tmp_path / "new").chmod(0o777)
     with pytest.raises(PermissionError):
         folder_store(tmp_path / "new")
@@ -197,6 +201,7 @@ def test_a_folder_of_another_user_is_refused(tmp_path, which):
     """What it says would decide which ranks go on."""
     folder = tmp_path / "folder"
     OutlivingStore(folder)
+    # A link, the folder, or a part of it is of another user, or all can write.
     if which == "a link":
         folder = tmp_path / "other"
         folder.mkdir(0o700)
@@ -265,8 +270,10 @@ def test_a_process_that_computes_and_has_not_called_is_waited_for():
         name = f"{name_of_process().rpartition('/')[0]}/{process.pid}"
         meeting = Meeting(Board(dist.HashStore(), "epmoe"), "group/0", [name])
         last_call_s = 0.5
+        # One that computes is waited for four times as long,
         until(lambda: meeting.lost(0, last_call_s))
         assert meeting.signs[0].waited_s > 4 * last_call_s > meeting.signs[0].silent_s
+        # and one that hangs is not.
         process.send_signal(signal.SIGSTOP)
         meeting = Meeting(Board(dist.HashStore(), "epmoe"), "group/0", [name])
         until(lambda: meeting.lost(0, last_call_s))

@@ -108,11 +108,13 @@ def serves(state, until: int, seconds: float = 1.0) -> int:
     """
     deadline = time.monotonic() + (SOON_S if until >= 0 else seconds)
     while state.receiver.version < until or until < 0:
+        # The first rank says for all when time is up.
         stop = torch.tensor([time.monotonic() > deadline], dtype=torch.int32)
         if state.ep.size > 1:
             torch.distributed.broadcast(stop, 0)
         if stop:
             break
+        # Each output is that of the version that serves.
         state.receiver.tick()
         y = state.model(state.tokens)
         state.ep.check()  # on GPUs a round tells of a death here
@@ -128,6 +130,7 @@ def holds(state) -> list[int]:
     for version in range(LAST + 3):
         layers = zip(state.model.layers, (weights(version, i) for i in range(LAYERS)), strict=True)
         held = state.ep.placement.logical_experts(state.ep.rank)
+        # Each weight of this rank, and what it is in the version.
         pairs = [
             pair
             for layer, (router, gate_up, down) in layers
@@ -188,22 +191,26 @@ def test_a_rank_is_killed(host, by, kind, what, rank):
         order = [rank, other]
         if what == "removes an old one":  # which only the rank does that completes a version
             order.reverse()
+        # One trainer dies, and the other one sends its part without waiting.
         for name in order:
             if name == rank:
                 host.start([rank], sends, LAST)
                 ends(host, rank)  # before the other one removes what this one would
             else:
                 assert host.succeed([other], sends, LAST)[0] < SOON_S, "nobody waits"
+        # The version is taken if all of it is there.
         complete = what in ("has named it", "removes an old one")
         stays = by == "files"  # what is shared may go before it is mapped
         [served] = set(host.succeed(SERVERS, serves, LAST if complete and stays else -1))
         assert served == LAST if complete and stays else served in (2, LAST if complete else 2)
+        # Another trainer goes on.
         host.processes[other].kill()
         begin(host, [4, 5], create_trainer, *host.weights)  # a trainer that begins again
         host.succeed([4, 5], sends, LAST + 1)
         assert host.succeed(SERVERS, serves, LAST + 1) == [LAST + 1] * 2
     else:
         other = 5 - rank
+        # One server dies, and nobody waits for it.
         host.start(SERVERS, serves, LAST)
         assert all(seconds < SOON_S for seconds in host.succeed(TRAINERS, sends, LAST)), (
             "nobody waits"
@@ -211,6 +218,7 @@ def test_a_rank_is_killed(host, by, kind, what, rank):
         ends(host, rank)
         [error] = host.results([other])
         assert isinstance(error, str) and ("EP" in error or "RuntimeError" in error)
+        # The other one has a whole version, and serves on alone.
         [found] = host.do([other], holds)
         assert found in ([2], [LAST]), "the version that served, or the next one, is whole"
         assert host.do([other], create_server, *host.weights, 1) == [LAST]

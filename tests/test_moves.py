@@ -47,18 +47,21 @@ def test_waves_keep_a_copy_of_every_expert(seed):
     now = before.clone()
     for wave in plan_waves(before, after, S):
         written = {(move.layer, move.slot) for move in wave.moves}
+        # A move reads what its source holds, on another rank, and nothing that this wave writes.
         for move in wave.moves:
             assert (
                 now[move.layer, move.source] == move.expert
                 and (move.layer, move.source) not in written
             )
             assert move.slot // S != move.source // S
+        # While slots are written, each expert has another one.
         left = now.clone()
         for layer, slot in written:
             left[layer, slot] = EMPTY
         for layer in left:
             assert set(layer.tolist()) - {EMPTY} == set(range(E))
         now = wave.slots
+        # Behind the wave no rank has an expert twice.
         for layer in now.view(L, R, S).tolist():
             for held in layer:
                 real = [expert for expert in held if expert != EMPTY]
@@ -101,6 +104,7 @@ class Rank:
         draw: random.Random,
         interrupts: float,
     ) -> None:
+        # What stands in for the mail of a rank.
         self.rank = number
         self.size = R
         self.group = group
@@ -110,13 +114,16 @@ class Rank:
         self.interrupts = 0.0
         self.board = [[0] * len(Word) for _ in range(R)]
         self.queue: deque[tuple[Callable[[], bool], Callable[[], object]]] = deque()
+        # Its memory: the staging, and the weights of its slots.
         self.staging = torch.zeros(STAGING, dtype=torch.uint8)
         self.weights = before.view(L, R, S)[:, number, :, None].repeat(1, 1, 5).long()
         self.used = (
             self.switched
         ) = -1  # versions of the tables that rounds use, and that the host has chosen
+        # A copy of the board on its way.
         self.snapshot: list[list[int]] | None = None
         self.reading = False
+        # The moves under test.
         self.waves = plan_waves(before, in_place(before, after, S), S)
         self.moves = Moves(
             self,
@@ -174,6 +181,7 @@ class Rank:
         self.send(run)
 
     def words(self) -> list[list[int]] | None:
+        # A copy of the board is asked for, and is there once the queue has come to it.
         if not self.reading:
             self.snapshot = None
             self.send(lambda: setattr(self, "snapshot", [list(row) for row in self.board]))
@@ -197,6 +205,7 @@ class Rank:
     def act(self) -> None:
         """Something that can happen now."""
         what = self.draw.random()
+        # The host takes a step, which a signal handler may end.
         if what < 0.4:
             try:
                 self.moves.step()
@@ -204,9 +213,11 @@ class Rank:
                 assert set(self.moves.waits_for()) <= set(range(R)) and "Moves(version" in repr(
                     self.moves
                 )
+        # The first thing in the queue happens.
         elif what < 0.8 and self.queue and self.queue[0][0]():
             self.queue.popleft()[1]()
         elif what >= 0.8 and self.used < self.switched:
+            # Rounds use the next table, in which all experts are whole.
             self.used += 1
             held = torch.stack([rank.weights for rank in self.group], dim=1).view(L, R * S, 5)
             table = self.in_use().long()
@@ -238,6 +249,7 @@ def run(seed: int, weights: list[float], likely: float = 0.0, interrupts: float 
     for _ in range(200_000):
         if all(rank.moves.done and not rank.queue for rank in group):
             break
+        # Some rank does something, and rank 0 may cancel.
         draw.choices(group, weights)[0].act()
         if (
             likely
@@ -248,6 +260,7 @@ def run(seed: int, weights: list[float], likely: float = 0.0, interrupts: float 
             cancelled.add(moves.version)
             moves.cancel()
             likely = 0.5
+    # All have ended at the same version.
     assert all(rank.moves.done for rank in group)
     assert {rank.moves.version for rank in group} == {
         min([len(group[0].waves), *(v + 2 for v in cancelled)])
@@ -270,6 +283,7 @@ def test_moves_that_are_cancelled_before_they_begin_wait_for_nobody(seed):
     group = make_group(seed, draw)
     moves = group[0].moves
     for present in (group[:-1] if late else group, group):
+        # Those that are there act until they have ended.
         for _ in range(200_000):
             if all(rank.moves.done and not rank.queue for rank in present):
                 break
@@ -277,6 +291,7 @@ def test_moves_that_are_cancelled_before_they_begin_wait_for_nobody(seed):
             if moves.version < 0 and draw.random() < 0.01:
                 moves.cancel()
         assert all(rank.moves.done for rank in present)
+    # All have moved, or none.
     versions = {rank.moves.version for rank in group}
     assert versions <= {-1, 0} if moves.cancelled else versions == {len(group[0].waves)}
     assert moves.cancelled or not late

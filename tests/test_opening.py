@@ -116,10 +116,12 @@ def test_what_fails_on_one_rank_fails_on_all(host, nodes, where, problem, own, t
     before = host.do(NAMES, threads)
     host.do([FAULTY], fail_in, where, problem)
     started = time.monotonic()
+    # One rank fails, and the others learn it.
     *others, faulty = host.do(NAMES, create, config_of(nodes))
     assert faulty.startswith(own), faulty
     assert all(error.startswith(theirs) for error in others), others
     assert time.monotonic() - started < SOON_S
+    # No thread is left, and the next group opens.
     assert [
         host.do([name], threads, most)[0] for name, most in zip(NAMES, before, strict=True)
     ] == before

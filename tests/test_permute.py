@@ -48,6 +48,7 @@ def test_by_hand(device):
     assert permuted.tokens_per_expert.tolist() == [2, 2]
     assert permuted.rows[:4, 0].tolist() == [1, 2, 1, 3]
     assert permuted.row_of_pair.tolist() == [[2, 0], [-1, 1], [-1, 3]]
+    # Segments of 4 rows, of which the last pair finds no room.
     gaps = checked_permute(x, ids, expert_map(4, [3, 0], device), 2, alignment=4, max_rows=5)
     assert gaps.expert_offsets.tolist() == [0, 4, 5] and gaps.tokens_per_expert.tolist() == [2, 1]
     assert gaps.rows[:, 0].tolist() == [1, 2, 0, 0, 1] and gaps.row_of_pair.tolist() == [
@@ -103,10 +104,12 @@ def test_ids_out_of_range_are_skipped(device, id_dtype):
     if id_dtype == torch.int64:
         bad += [2**32 + 5, 2**31, -(2**32) + 1]  # 2³² + 5 is not 5
     ids = torch.tensor([[b, 5] for b in bad], dtype=id_dtype, device=device)
+    # Each token has one id that is none.
     permuted = checked_permute(
         randn(len(bad), 16).to(device), ids, expert_map(8, list(range(8)), device), 8
     )
     assert permuted.row_of_pair[:, 0].eq(-1).all() and permuted.tokens_per_expert.sum() == len(bad)
+    # No token has any.
     local = expert_map(8, [1, 2], device)
     none = checked_permute(
         randn(300, 16).to(device), ids.new_full((300, 4), -1), local, 2, alignment=128

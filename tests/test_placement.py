@@ -59,16 +59,19 @@ def test_without_a_rank():
 
 def test_lost_experts_are_named_or_spread():
     old = Placement.build(6, 3)
+    # Rank 1 has the only copies of two experts.
     with pytest.raises(
         ValueError, match=r"expert\(s\) \[2, 3\] have no copy outside rank\(s\) \[1\].*spread_lost"
     ):
         old.without([1])
+    # They are spread, and moves bring them.
     new = old.without([1], spread_lost=True)
     assert new.owners == (0, 0, 0, 1, 1, 1)
     assert old.moves(new, [0, 2]) == [
         (Move(2, 2, None),),
         (Move(0, 3, None), Move(1, 4, 0), Move(2, 5, 1)),
     ]
+    # Many experts, and no rank.
     with pytest.raises(ValueError, match=r"\[0, 1, .* 19\] and 5 more have no copy"):
         Placement.build(25, 2, "explicit", [1] * 25).without({1})
     with pytest.raises(
@@ -116,6 +119,7 @@ def placements(draw: st.DrawFn) -> Placement:
     experts = draw(st.integers(1, 40))
     ranks = draw(st.integers(1, 9))
     redundant = draw(st.integers(0, 50))
+    # Owners and copies that are drawn, or those of a strategy.
     strategy = draw(st.sampled_from(["linear", "round_robin", "explicit"]))
     physical = experts + redundant
     owners = st.lists(st.integers(0, ranks - 1), min_size=physical, max_size=physical)
@@ -134,6 +138,7 @@ def test_every_physical_expert_has_one_owner_and_one_local_index(placement):
         placement.num_physical_experts,
     )
     assert ((maps >= 0).sum(dim=0) == 1).all()
+    # Each rank numbers its own from 0; its sentinel is no expert of it.
     for rank in range(placement.ep_size):
         local = placement.local_experts(rank)
         assert maps[rank, local].tolist() == list(range(placement.num_local_experts(rank)))
@@ -193,6 +198,7 @@ def test_moves_bring_every_weight_to_its_place(placement, data):
     gone = data.draw(st.sets(st.integers(0, placement.ep_size - 1), max_size=placement.ep_size - 1))
     ranks = [rank for rank in range(placement.ep_size) if rank not in gone]
     new = placement.without(gone, spread_lost=True)
+    # What each rank has, and what moves bring it.
     for i, moves in enumerate(placement.moves(new, ranks)):
         before = [placement.logical(p) for p in placement.local_experts(ranks[i])]
         after = [*before, *[None] * new.num_physical_experts][: new.num_local_experts(i)]

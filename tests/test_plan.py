@@ -81,6 +81,7 @@ def test_the_plan_of_a_hugging_face_checkpoint(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "qwen3_moe", "dtype": "bfloat16"} | keys)
     )
+    # The plan is that of the config it says.
     shown = json.loads(
         plan(tmp_path, "--nproc", 4, "--json", "-", EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK="100")
     )
@@ -88,11 +89,13 @@ def test_the_plan_of_a_hugging_face_checkpoint(tmp_path, monkeypatch):
         EPConfig.from_hf(tmp_path, ep_size=4, capacity={"max_num_tokens_per_rank": 100})
     )
     assert [rank["total_bytes"] for rank in shown["ranks"]] == [want.total_bytes] * 4
+    # Without a number of ranks there is none.
     result = CliRunner().invoke(app, ["plan", str(tmp_path)])
     assert (
         result.exit_code == 2
         and "does not say on how many ranks it runs: give `--nproc`" in words(result.output)
     )
+    # A folder that is named like a configuration.
     (tmp_path / "cpu_demo").mkdir()
     monkeypatch.chdir(tmp_path)
     assert plan("cpu_demo", "--nproc", 2) == plan("cpu_demo.yaml", "--nproc", 2)
@@ -189,6 +192,7 @@ def test_the_plan_tells_of_ranks_without_experts(tmp_path):
         )
     )
     config = EPConfig.load(path)
+    # Ranks with nothing, and one with all.
     least, _, most = (MemoryPlan.build(config, rank).total_bytes for rank in range(3))
     shown = words(plan(path))
     assert "memory of rank 2" in shown

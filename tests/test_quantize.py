@@ -131,11 +131,13 @@ def test_values_are_rounded_as_by_division(device, granularity):
     halfway = (numbers[1:] + numbers[:-1]) / 2
     for exponent in range(-133, 119, 1 if granularity == "block" else 23):
         scales = (1 + torch.rand(24, 1, generator=generator)) * 2.0**exponent
+        # Midpoints times scales, or a float beside them.
         x = halfway * scales
         x = (
             x.view(torch.int32)
             + torch.randint(-1, 2, x.shape, generator=generator, dtype=torch.int32)
         ).view(x.dtype)
+        # With the largest values, both signs and both zeros.
         x = torch.cat([x.clamp(min=0), 448 * scales, -448 * scales], 1)
         x[1::2] *= -1
         x[:, 0] = x.new_tensor([0.0, -0.0]).repeat(12)

@@ -86,6 +86,7 @@ def test_an_abort_without_a_handle_leaves_no_trace(ep):
     """A mismatch or an overflow of the round that is given up does not hit the next round."""
     for call in (ep.dispatch, ep.dispatch_send):
         handle = call(*INPUTS)
+        # The device has reported a mismatch and an overflow.
         leave(ep, code=constant("kMismatch"), needed_rows=99)
         ep.abort()
         ep.poll()
@@ -147,6 +148,7 @@ def test_a_round_tells_whether_more_follow(ep):
         assert exchange.has_more_rounds() is has_more
         ep.combine(d.rows, d)
         assert exchange.has_more_rounds() is has_more
+    # A call that is refused.
     with pytest.raises(ValueError, match="`x` has 9 tokens"):
         exchange.sending(True, lambda: ep.dispatch(torch.randn(9, 64), IDS, WEIGHTS))
     assert_next_round_is_whole(ep)  # a round that tells nothing

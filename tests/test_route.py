@@ -49,6 +49,7 @@ def test_poisoned_rows(device, dtype, kind, scoring):
     """
     for E, K in SIZES:
         logits = clean_logits(24, E, dtype, seed=E).to(device)
+        # A whole row, single values, every second one, and all but one.
         logits[0] = POISON[kind]  # everywhere
         logits[3, 0] = logits[6, E - 1] = POISON[kind]
         logits[9, ::2] = POISON[kind]
@@ -74,6 +75,7 @@ def test_agrees_with_the_reference(device, scoring, dtype):
             if device.type == "cuda" and K > 32:
                 continue
             assert_agrees(epmoe.route(logits, K, **options), route_reference(logits, K, **options))
+        # Weights are the largest scores.
         scores = logits.double().softmax(1) if scoring == "softmax" else logits.double().sigmoid()
         weights = epmoe.route(logits, min(K, 32), scoring=scoring).weights.double()
         torch.testing.assert_close(
@@ -117,6 +119,7 @@ def test_bias_near_ties_lie_within_rounding(device, scoring):
     got = epmoe.route(logits, K, scoring=scoring, bias=bias)
     want = route_reference(logits, K, scoring=scoring, bias=bias)
     assert_sound(got, E)
+    # What is chosen is as good as the choice in fp64.
     keys = (
         logits.double().softmax(-1) if scoring == "softmax" else logits.double().sigmoid()
     ) + bias.double()
@@ -152,6 +155,7 @@ def test_non_finite_and_huge_bias(device, scoring, value):
     for groups, top_groups in [(1, 1), (4, 2)]:
         logits = clean_logits(6, 16).to(device)
         logits[2] = torch.nan
+        # The first experts, all, or the last ones.
         for where in (slice(0, 5), slice(None), slice(11, 16)):
             bias = torch.arange(16.0).mul(4).to(device)
             bias[where] = value

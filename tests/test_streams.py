@@ -94,10 +94,12 @@ def test_a_stream_ends_with_its_owner_and_its_work(driver):
     first = own_stream(DEVICE)
     second = own_stream(DEVICE)
     driver.busy.add(first.cuda_stream)
+    # Both have lost their owner, and one still works.
     del first, second
     assert driver.live == {1, 2}  # a collection, on whichever thread, does nothing of CUDA
     third = own_stream(DEVICE)
     assert driver.live == {1, third.cuda_stream}
+    # Now it is idle.
     driver.busy.clear()
     fourth = own_stream(DEVICE)
     assert driver.live == {third.cuda_stream, fourth.cuda_stream}
@@ -188,6 +190,7 @@ def test_32_groups_have_no_stream_of_torchs_and_none_twice(groups):
     copies = [GpuCopies(device) for _ in groups]
     handles = [stream.cuda_stream for stream in ours(groups, copies)]
     assert len(handles) == len(set(handles)) > 4 * GROUPS
+    # torch hands out 32 of each priority.
     for priority in (0, -1):
         torchs = {torch.cuda.Stream(device, priority=priority).cuda_stream for _ in range(64)}
         assert torchs.isdisjoint(handles)

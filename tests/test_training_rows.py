@@ -67,6 +67,7 @@ def test_rows_of_any_stride_and_no_counts(device, dtype):
     dense = torch.tensor([0, 3, 3], dtype=torch.int32, device=device)
     want = ops.weighted_rows_backward_(grad.clone(), rows, weights, dense, None)
     beside = torch.full((N, 2051), torch.nan, dtype=dtype, device=device)
+    # Rows that begin at any address.
     for first in (0, 1):
         view = beside[:, first : first + 2048]
         view.copy_(rows)
@@ -164,10 +165,12 @@ def test_more_than_2_to_the_31_elements():
         torch.arange(N, device="cuda").remainder(64).bfloat16()[:, None].expand(-1, D).contiguous()
     )
     offsets = torch.tensor([0, N - 1], dtype=torch.int32, device="cuda")
+    # Sums of rows, and rows times their weights.
     dots = ops.weighted_rows_backward_(grad, rows, weights, offsets, None)
     assert torch.equal(dots[:-1], D * torch.arange(N - 1, device="cuda").remainder(64).float())
     assert (grad[:-1] == 2).all() and (grad[-1] == 1).all()
     del grad, rows
+    # Rows in fp8 and back.
     x = torch.randint(-100, 100, (1, D), device="cuda").bfloat16().expand(N, -1)
     unpacked = ops.unpack_fp8(ops.pack_fp8(x, None, N), x, offsets)
     assert (unpacked[:-1] == unpacked[0]).all() and (

@@ -84,6 +84,7 @@ class OneLayer:
     def __init__(
         self, name: str, entry_point: str, dtype: torch.dtype = torch.float32, mesh=None, **config
     ):
+        # Two models of the same weights, one of them spread below.
         with pytest.MonkeyPatch.context() as patch:
             for key, value in config.items():
                 patch.setitem(demo.MODELS[name], key, value)
@@ -95,11 +96,13 @@ class OneLayer:
         self.hidden_size = models[0].config.hidden_size
         self.model = models[1]
         self.entry_point = entry_point
+        # By the name of an experts implementation,
         if entry_point == "experts_implementation":
             self.spread.config._experts_implementation = "epmoe"
             return
         from transformers.distributed.expert_parallel import apply_expert_parallelism
 
+        # or by the plan of its own expert parallelism.
         plan = {"": "ep_dispatch_experts"} | dict.fromkeys(
             dict(self.spread.named_parameters()), "grouped_gemm"
         )

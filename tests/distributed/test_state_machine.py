@@ -167,10 +167,12 @@ class Ranks(RuleBasedStateMachine):
         """Each call is refused before anything is sent."""
         state = self.states[self.rank]
         x, ids, weights = given(self.ep, make_tokens(CONFIG, self.rank, 2))
+        # Wrong inputs, also where the call itself is out of turn.
         with pytest.raises(RuntimeError if state != CLOSED else TypeError):
             self.ep.dispatch(x.double(), ids, weights)
         with pytest.raises(RuntimeError if state != CLOSED else ValueError):
             self.ep.dispatch_send(x, ids[:1], weights)
+        # Calls of another state, or with wrong rows.
         wrong = {
             SENT: lambda: self.ep.combine_recv(self.handle),
             DISPATCHED: lambda: self.ep.combine_send(self.rows()[..., :-1], self.handle),
@@ -191,14 +193,17 @@ class Ranks(RuleBasedStateMachine):
         it. Then each rank compares what it got.
         """
         self.in_order = False
+        # One may leave, and the others catch up.
         if self.leaver is not None:
             self.step(self.leaver, "leave")
         self.catch_up()
+        # What each round has given, without the ranks that gave it up.
         for n, tokens, y in self.ys:
             for rank, given_up in self.gave_up:
                 if given_up == n:
                     tokens = without_rank(self.ep, tokens, rank)
             assert_y(y, CONFIG, tokens)
+        # A rank that left is named.
         if self.leaver in (None, self.rank):
             assert self.failure is None
         else:

@@ -70,6 +70,7 @@ def test_generation_from_different_prompts_equals_a_single_process(name, entry_p
     by default.
     """
     single, spread = single_and_spread(name, entry_point)
+    # Prompts and answers of different lengths.
     prompt = random_ids(3 + 9 * rank, seed=rank)
     new_tokens = 4 + 3 * rank
     options = {"synced_gpus": True} if entry_point == "experts_implementation" else {}
@@ -93,6 +94,7 @@ def check_logits(single, spread, rank: int) -> None:
     of `single`.
     """
     routings: list[tuple] = []
+    # Routers of the second model choose what those of the first one have.
     for router in routers(single):
         router.register_forward_hook(lambda module, args, output: routings.append(output))
     for router in routers(spread):
@@ -190,6 +192,7 @@ def test_prompts_longer_than_the_limit_run_in_several_rounds(entry_point, rank, 
     integration.configure(max_num_tokens_per_rank=8)
     layer = spread_models.OneLayer("deepseek_v3", entry_point)
     for step in range(size):
+        # Ranks by turns have no token, a full round, and more.
         turn = (rank + step) % size
         layer.check(*layer.inputs((0, 8, 9, 33)[turn % 4], 6, seed=rank))
     (layers,) = integration.shared()
@@ -215,6 +218,7 @@ def test_the_experts_function_on_a_group_of_its_own(rank, size):
 def test_error_in_the_experts_of_one_rank_keeps_the_ranks_in_step(entry_point, rank, monkeypatch):
     layer = spread_models.OneLayer("mixtral", entry_point)
     inputs = layer.inputs(12, 2, seed=rank)
+    # Experts of rank 0 fail, and the others hear of it.
     with monkeypatch.context() as patch, torch.no_grad():
         if rank == 0:
             patch.setattr(layer.spread, "_apply_gate", Mock(side_effect=MemoryError))
@@ -223,6 +227,7 @@ def test_error_in_the_experts_of_one_rank_keeps_the_ranks_in_step(entry_point, r
         else:
             with pytest.raises(EPAbortedError, match=r"rank\(s\) \[0\] aborted the round"):
                 layer.spread(*inputs)
+    # The next call is right.
     layer.check(*inputs)
 
 
@@ -231,10 +236,12 @@ def test_the_demo(name, size):
     result = demo.run_model(name, max_new_tokens=8)
     assert result.passed
     assert len(result.texts) == len(result.stages) == size
+    # Loads are the pairs of prompts and new tokens in all layers.
     pairs = sum(len(demo.make_tokenizer().encode(prompt).ids) + 7 for prompt, _ in result.texts)
     config = demo.MODELS[name]
     layers = config["num_hidden_layers"] - config.get("first_k_dense_replace", 0)
     assert sum(result.load) == pairs * layers * config["num_experts_per_tok"]
+    # Of them some cross to another rank.
     hops = 2 if nodes_of(size) else 1  # to a rank, by way of its node
     assert sum(map(sum, result.traffic)) <= hops * sum(result.load)
     assert 0 < result.rows_moved < sum(map(sum, result.traffic))

@@ -201,10 +201,12 @@ def layer_gradients(layer: OneLayer, which: str, inputs: list[tuple], rank: int)
     """
     experts = getattr(layer, which)
     mine = inputs if which == "single" else [inputs[rank]]
+    # Leaves without gradients of an earlier call.
     for x, _, weights in mine:
         x.grad = weights.grad = None
         x.requires_grad_(), weights.requires_grad_()
     experts.zero_grad()
+    # One loss over the batches.
     torch.stack(
         [experts(*one).sin().sum() for one in mine if len(one[0]) or which == "spread"]
     ).sum().backward()
@@ -224,6 +226,7 @@ def check_layer_gradients(
     got = layer_gradients(layer, "spread", inputs, rank)
     want = layer_gradients(layer, "single", inputs, rank)
     for i, (one, expected) in enumerate(zip(got, want, strict=True)):
+        # A rank without tokens has empty gradients.
         if i < 2 and not len(inputs[rank][0]):
             assert one.shape == inputs[rank][0 if i == 0 else 2].shape
             continue
@@ -308,6 +311,7 @@ def test_error_in_the_experts_of_one_rank_keeps_the_ranks_in_step(
     integration.configure(max_num_tokens_per_rank=8)
     layer = OneLayer("mixtral", entry_point)
     inputs = [layer.inputs(5 + 20 * r, 2, seed=r) for r in range(size)]
+    # Experts of rank 0 fail, and the others hear of it.
     with monkeypatch.context() as patch:
         if rank == 0:
             patch.setattr(layer.spread, "_apply_gate", Mock(side_effect=MemoryError))

@@ -54,8 +54,10 @@ class Nodes:
         """Something fails, the ranks report what they saw, and those that still can go on."""
         try:
             self._begin()
+            # What fails, what must be seen, and who is left.
             seen, expected, rest = kind(self, victim)
             assert_seen(seen, expected, DEADLINE_S + NAMED_S)
+            # Those that are left resume.
             if len(rest) < RANKS:
                 self.host.succeed(rest, stay)
                 self.host.form(rest)
@@ -117,6 +119,7 @@ class Nodes:
     def _begin(self) -> None:
         names = [*range(RANKS), AGENT]
         self.host.spawn(*names)
+        # Each process enters the namespace of its node.
         for name in names:
             node = name // G % 2
             self.host.succeed([name], enter, NAMESPACES and NAMESPACES[node], f"wire{node}")

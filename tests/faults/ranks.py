@@ -75,6 +75,7 @@ def watch(
     longest = 0.0
     n = 0
     while n != rounds:
+        # The longest round counts, and the one that fails.
         started = time.monotonic()
         try:
             play(state, n % 3)
@@ -164,6 +165,7 @@ def mad(state, victim: int, seed: int) -> Seen:
 
     def scribble(share: float) -> None:
         for other in (rank for rank in range(state.ep.size) if rank != victim):
+            # A part of the window, anywhere in it.
             length = max(1, int(window.local.nbytes * share))
             start = int(torch.randint(0, window.local.nbytes - length + 1, (1,), generator=bits))
             scrawl = torch.randint(0, 256, (length,), generator=bits, dtype=torch.uint8)

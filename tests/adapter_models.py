@@ -98,17 +98,17 @@ def save_single(
 
 
 def merged_reference(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
     base: tuple[Tensor, Tensor],
     adapters: dict[int, tuple[Factors, float]],
-    adapter_ids: Tensor,
+    adapter_ids_T: Tensor,
 ) -> Tensor:
     """y [T, D] in fp64: each token through the experts into which its adapter is merged."""
-    y = torch.zeros(x.shape, dtype=torch.float64)
+    y_TD = torch.zeros(x_TD.shape, dtype=torch.float64)
     # Tokens of each adapter, with its factors in the weights.
-    for number in adapter_ids.unique().tolist():
+    for number in adapter_ids_T.unique().tolist():
         experts = [weight.double() for weight in base]
         if number in adapters:
             factors, scaling = adapters[number]
@@ -119,9 +119,11 @@ def merged_reference(
                 else weight
                 for weight, name in pairs
             ]
-        mine = adapter_ids == number
-        y[mine] = moe_reference(x[mine].double(), ids[mine], weights[mine], tuple(experts))
-    return y
+        mine_T = adapter_ids_T == number
+        y_TD[mine_T] = moe_reference(
+            x_TD[mine_T].double(), ids_TK[mine_T], weights_TK[mine_T], tuple(experts)
+        )
+    return y_TD
 
 
 class LowRank(nn.Module):

@@ -52,14 +52,13 @@ def make_layer(ep, bias=True):
     return epmoe.MoELayer(ep, randn(E, D).to(ep.device), make_experts(ep), bias=bias_E)
 
 
-def want(layer, x):
+def want(layer, x_TD):
     """The layer's output in fp64; rounding decides no choice of experts."""
-    logits = x.float().cpu() @ layer.router_weight.cpu().T
-    bias = None if layer.bias is None else layer.bias.cpu()
-    ids, weights = route_reference(logits, K, bias=bias, **ROUTING)
-    return moe_reference(
-        x.cpu(), ids, weights, (layer.experts.w_gate_up.cpu(), layer.experts.w_down.cpu())
-    )
+    logits_TE = x_TD.float().cpu() @ layer.router_weight.cpu().T
+    bias_E = None if layer.bias is None else layer.bias.cpu()
+    ids_TK, weights_TK = route_reference(logits_TE, K, bias=bias_E, **ROUTING)
+    experts = layer.experts.w_gate_up.cpu(), layer.experts.w_down.cpu()
+    return moe_reference(x_TD.cpu(), ids_TK, weights_TK, experts)
 
 
 def assert_works(layer, dtype=torch.float32):

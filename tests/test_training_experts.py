@@ -40,20 +40,24 @@ def plain(experts, rows, offsets, weights):
     # Leaves in fp64.
     parameters = [p.detach().double().cpu().requires_grad_() for p in experts.parameters()]
     gate_up, down, *biases = parameters
-    rows = rows.detach().double().cpu().requires_grad_()
-    weights = weights.detach().double().cpu().requires_grad_()
+    rows_ND = rows.detach().double().cpu().requires_grad_()
+    weights_N = weights.detach().double().cpu().requires_grad_()
     outs = []
     # Each expert with its rows.
     for i in range(E):
-        h = rows[offsets[i] : offsets[i + 1]] @ gate_up[i].T + (biases[0][i] if biases else 0.0)
-        gate, up = (h[:, ::2], h[:, 1::2]) if experts.interleaved else h.chunk(2, 1)
+        mine = slice(offsets[i], offsets[i + 1])
+        both = rows_ND[mine] @ gate_up[i].T + (biases[0][i] if biases else 0.0)
+        gate_nF, up_nF = both.chunk(2, 1)
+        if experts.interleaved:
+            gate_nF = both[:, ::2]
+            up_nF = both[:, 1::2]
         if experts.limit is not None:
-            gate = gate.clamp(max=experts.limit)
-            up = up.clamp(-experts.limit, experts.limit)
-        act = gate * torch.sigmoid(experts.alpha * gate) * (up + experts.up_offset)
-        out = act @ down[i].T + (biases[1][i] if biases else 0.0)
-        outs.append(weights[offsets[i] : offsets[i + 1], None] * out)
-    return torch.cat(outs), (rows, weights, *parameters)
+            gate_nF = gate_nF.clamp(max=experts.limit)
+            up_nF = up_nF.clamp(-experts.limit, experts.limit)
+        hidden_nF = gate_nF * torch.sigmoid(experts.alpha * gate_nF) * (up_nF + experts.up_offset)
+        out_nD = hidden_nF @ down[i].T + (biases[1][i] if biases else 0.0)
+        outs.append(weights_N[mine, None] * out_nD)
+    return torch.cat(outs), (rows_ND, weights_N, *parameters)
 
 
 def weighted(experts, checkpoints=False, **options):

@@ -309,16 +309,17 @@ def expected_y(config: EPConfig, tokens: Tokens) -> Tensor:
 
 
 def _dense_y(config: EPConfig, tokens: Tokens, each: Callable[[Tensor], Tensor]) -> Tensor:
-    ids, weights = tokens.live(config.model.num_experts)
-    x = tokens.x[: tokens.real]
+    ids_TK, weights_TK = tokens.live(config.model.num_experts)
+    x_TD = tokens.x[: tokens.real]
     if config.exchange.payload == "fp8":
-        x = dequantized(*quantized(x), x.dtype)
-    gain = each(gains(config, x.shape[1]).double())
-    y = torch.zeros(tokens.x.shape, dtype=torch.float64)
-    y[: tokens.real] = moe_reference(
-        each(x), ids, each(weights), lambda rows, expert: rows * gain[expert]
+        x_TD = dequantized(*quantized(x_TD), x_TD.dtype)
+    gain_ED = each(gains(config, x_TD.shape[1]).double())
+    # Padding is zeros.
+    y_TD = torch.zeros(tokens.x.shape, dtype=torch.float64)
+    y_TD[: tokens.real] = moe_reference(
+        each(x_TD), ids_TK, each(weights_TK), lambda rows, expert: rows * gain_ED[expert]
     )
-    return y
+    return y_TD
 
 
 def assert_y(got: Tensor, config: EPConfig, tokens: Tokens) -> None:

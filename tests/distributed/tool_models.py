@@ -30,18 +30,18 @@ Kind = Literal["grouped", "own"]
 class OwnExperts(nn.Module):
     """ReLU², without a gate, as in Nemotron-H."""
 
-    def __init__(self, up: Tensor, down: Tensor) -> None:
+    def __init__(self, up_eFD: Tensor, down_eDF: Tensor) -> None:
         super().__init__()
-        self.up = nn.Parameter(up)
-        self.down = nn.Parameter(down)
+        self.up = nn.Parameter(up_eFD)
+        self.down = nn.Parameter(down_eDF)
 
-    def forward(self, rows: Tensor, offsets: Tensor, scales: None = None) -> Tensor:
+    def forward(self, rows_ND: Tensor, offsets: Tensor, scales: None = None) -> Tensor:
         ends = offsets.tolist()
-        parts = [
-            F.relu(rows[first:last] @ self.up[i].T).square() @ self.down[i].T
-            for i, (first, last) in enumerate(zip(ends, ends[1:], strict=False))
-        ]
-        return torch.cat([*parts, rows[ends[-1] :] * 0])
+        parts = []
+        for i, (first, last) in enumerate(zip(ends, ends[1:], strict=False)):
+            hidden_nF = F.relu(rows_ND[first:last] @ self.up[i].T).square()
+            parts.append(hidden_nF @ self.down[i].T)
+        return torch.cat([*parts, rows_ND[ends[-1] :] * 0])
 
 
 EXPERTS: dict[Kind, type[nn.Module]] = {"grouped": GroupedExperts, "own": OwnExperts}
@@ -95,35 +95,37 @@ def weights_of(block: int, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
 class DenseExperts(nn.Module):
     """Outputs [T, E, D] of all experts, in plain torch."""
 
-    def __init__(self, kind: Kind, up: Tensor, down: Tensor) -> None:
+    def __init__(self, kind: Kind, up_EFD: Tensor, down_EDF: Tensor) -> None:
         super().__init__()
         self.names = ("w_gate_up", "w_down") if kind == "grouped" else ("up", "down")
-        for name, value in zip(self.names, (up, down), strict=True):
+        for name, value in zip(self.names, (up_EFD, down_EDF), strict=True):
             self.register_parameter(name, nn.Parameter(value))
 
-    def forward(self, x: Tensor) -> Tensor:
-        up, down = (getattr(self, name) for name in self.names)
-        hidden = torch.einsum("td,efd->tef", x, up)
+    def forward(self, x_TD: Tensor) -> Tensor:
+        up_EFD, down_EDF = (getattr(self, name) for name in self.names)
+        hidden_TEF = torch.einsum("td,efd->tef", x_TD, up_EFD)
         if self.names[0] == "w_gate_up":
-            gate, hidden = hidden.chunk(2, 2)
-            hidden = F.silu(gate) * hidden
+            gate_TEF, hidden_TEF = hidden_TEF.chunk(2, 2)
+            hidden_TEF = F.silu(gate_TEF) * hidden_TEF
         else:
-            hidden = F.relu(hidden).square()
-        return torch.einsum("tef,edf->ted", hidden, down)
+            hidden_TEF = F.relu(hidden_TEF).square()
+        return torch.einsum("tef,edf->ted", hidden_TEF, down_EDF)
 
 
 class DenseMoE(nn.Module):
     """The layer in one process."""
 
-    def __init__(self, kind: Kind, router: Tensor, up: Tensor, down: Tensor) -> None:
+    def __init__(self, kind: Kind, router_ED: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> None:
         super().__init__()
-        self.router_weight = nn.Parameter(router)
-        self.experts = DenseExperts(kind, up, down)
+        self.router_weight = nn.Parameter(router_ED)
+        self.experts = DenseExperts(kind, up_EFD, down_EDF)
 
-    def forward(self, x: Tensor) -> Tensor:
-        weights, ids = F.linear(x, self.router_weight).softmax(1).topk(K, 1)
-        chosen = self.experts(x).gather(1, ids[:, :, None].expand(-1, -1, D))
-        return (chosen * (weights / weights.sum(1, keepdim=True))[:, :, None]).sum(1)
+    def forward(self, x_TD: Tensor) -> Tensor:
+        weights_TK, ids_TK = F.linear(x_TD, self.router_weight).softmax(1).topk(K, 1)
+        weights_TK = weights_TK / weights_TK.sum(1, keepdim=True)
+        outputs_TED = self.experts(x_TD)
+        chosen_TKD = outputs_TED.gather(1, ids_TK[:, :, None].expand(-1, -1, D))
+        return (chosen_TKD * weights_TK[:, :, None]).sum(1)
 
 
 class Block(nn.Module):

@@ -5,7 +5,7 @@ absent is left out.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -317,39 +317,39 @@ def test_training(make, monkeypatch):
     assert json.loads(json.dumps(report.content))["plotted"] == list(report.plotted)
 
 
-def test_the_trained_layer_is_a_moe_layer(make, size):
+@pytest.fixture
+def trained(make) -> Iterator[TrainedLayer]:
+    """A layer over a `TrainingExchange`, as the benchmark trains it."""
     config = make(intermediate_size=128)
     with ExpertParallel(config) as ep:
         experts = random_experts(config, ep.rank, ep.device, Precision.PLAIN).requires_grad_()
-        exchange = TrainingExchange(ep)
-        sample = Sample(config, ep.rank, 16)
-        trained = TrainedLayer("trained", sample, "zipf", experts, OverExchange(exchange, experts))
-        y, *gradients = trained.results()
-        layer = MoELayer(
-            ep,
-            trained.router_ED.detach(),
-            experts,
-            exchange=exchange,
-            num_rows=trained.through.num_rows,
-        )
-        inputs = [trained.x_TD, layer.router_weight, *experts.parameters()]
-        of_layer = layer(trained.x_TD)
-        wanted = map(local_view, torch.autograd.grad(of_layer, inputs, trained.grad_TD))
-        assert torch.equal(y, of_layer) and all(map(torch.equal, gradients, wanted))
+        through = OverExchange(TrainingExchange(ep), experts)
+        yield TrainedLayer("trained", Sample(config, ep.rank, 16), "zipf", experts, through)
 
 
-def test_an_eager_layer_computes_what_the_trained_layer_does(make):
-    config = make(intermediate_size=128)
-    with ExpertParallel(config) as ep:
-        experts = random_experts(config, ep.rank, ep.device, Precision.PLAIN).requires_grad_()
-        exchange = TrainingExchange(ep)
-        through = OverExchange(exchange, experts)
-        trained = TrainedLayer("trained", Sample(config, ep.rank, 16), "zipf", experts, through)
-        y, *wanted = trained.results()
-        eager = EagerLayer(trained, exchange, experts, through.num_rows)
-        y_TD = eager.out()
-        gradients = map(local_view, eager.back(y_TD))
-        assert torch.equal(y_TD, y) and all(map(torch.equal, gradients, wanted))
+def test_the_trained_layer_is_a_moe_layer(trained):
+    y_TD, *gradients = trained.results()
+    through = trained.through
+    layer = MoELayer(
+        through.exchange.ep,
+        trained.router_ED.detach(),
+        through.experts,
+        exchange=through.exchange,
+        num_rows=through.num_rows,
+    )
+    inputs = [trained.x_TD, layer.router_weight, *through.experts.parameters()]
+    want_TD = layer(trained.x_TD)
+    wanted = map(local_view, torch.autograd.grad(want_TD, inputs, trained.grad_TD))
+    assert torch.equal(y_TD, want_TD) and all(map(torch.equal, gradients, wanted))
+
+
+def test_an_eager_layer_computes_what_the_trained_layer_does(trained):
+    want_TD, *wanted = trained.results()
+    through = trained.through
+    eager = EagerLayer(trained, through.exchange, through.experts, through.num_rows)
+    y_TD = eager.out()
+    gradients = map(local_view, eager.back(y_TD))
+    assert torch.equal(y_TD, want_TD) and all(map(torch.equal, gradients, wanted))
 
 
 def test_a_layer_that_needs_more_has_no_eager_figures(make):

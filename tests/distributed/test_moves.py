@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import random
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -20,7 +19,7 @@ from helpers import ON_GPUS, ON_THE_CPU, assert_close, generator, randn, slow
 from interrupted_steps import of_all
 from slot_tables import Slots, draw_slots
 from torch import Tensor
-from waits import SOON_S
+from waits import until
 
 from epmoe import EPRefusedError, EPStateError, EPTimeoutError, ExpertParallel, MoELayer
 from epmoe.config.deadlines import Deadlines
@@ -230,7 +229,7 @@ def test_shares_on_their_way_do_not_bring_dropped_slots_back(ep, slots, several)
     ep.share(torch.rand(L, E))
     moves = begin(slots, 3)
     dist.barrier()
-    time.sleep(0.3)  # all tables are made
+    until(lambda: all(made.done for _, made in ep.live._versions))  # and the shares before
     while moves.version < 0:
         ep.poll()
     for move in moves.waves[0].moves:
@@ -294,15 +293,18 @@ def test_weights_that_fail_begin_nothing(ep, slots, several, rank):
 def test_moves_that_a_rank_does_not_begin_can_be_cancelled(ep, slots, several, rank):
     """They end at once, and no rank waits for it. It hears of it when it comes."""
     target = draw_table(ep, seed=3)
+
+    def waits_for_rank_0() -> bool:
+        ep.poll()
+        return moves.waits_for() == [0]
+
     # All but rank 0 begin, and see for whom they wait.
     if rank:
         moves = ep.replace(target, slots.of)
     dist.barrier()
     if rank:
-        deadline = time.monotonic() + SOON_S
-        while moves.waits_for() != [0]:
-            ep.poll()
-            assert not moves.done and time.monotonic() < deadline
+        until(waits_for_rank_0)
+        assert not moves.done
     dist.barrier()
     if rank:
         # One of them cancels.

@@ -23,7 +23,7 @@ from captured import Captured
 from exchanges import Tokens, assert_y, gains, given, make_config, make_tokens
 from launched import context
 from slot_tables import times_slots
-from waits import LONG_S, SOON_S
+from waits import LONG_S, until
 
 import epmoe
 import epmoe.group.recovery
@@ -164,8 +164,8 @@ class Host:
         """So many more processes have come to `join_group`."""
         root = Board(OutlivingStore(self.folder), "epmoe")
         self.arrivals += new
-        while new and not root.read(f"arrivals/{self.arrivals}"):
-            time.sleep(0.01)
+        if new:
+            until(lambda: root.read(f"arrivals/{self.arrivals}"))
 
     def take_in(
         self, names: list[int], new: list[int], function: Callable, *arguments: object
@@ -361,6 +361,14 @@ def resume(state, placement: Placement | None = None, spread_lost: bool = False)
     return [tuple(move[:3]) for move in moves]
 
 
+def resume_all(host: Host, names: list[int], *arguments: object) -> list[list[tuple]]:
+    """The processes form a group by hand, resume and play. Returns the moves of each."""
+    host.form(names)
+    moves = host.succeed(names, resume, *arguments)
+    host.play(names)
+    return moves
+
+
 def go_on(
     state, folder: Path, min_ranks: int = 1, last_call_s: float = 10.0
 ) -> list[tuple[int, int]]:
@@ -544,9 +552,7 @@ def begin_to_move(host: Host, names: list[int], stage: str, who: int) -> None:
     stage.
     """
     host.succeed(names, rotate)
-    deadline = time.monotonic() + SOON_S
-    while not REACHED[stage](*host.succeed(names, poll)[names.index(who)]):
-        assert time.monotonic() < deadline
+    until(lambda: REACHED[stage](*host.succeed(names, poll)[names.index(who)]))
 
 
 def rotate(state) -> None:

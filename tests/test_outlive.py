@@ -96,6 +96,7 @@ def test_graphs_go_on_when_the_group_is_as_it_was(host):
     host.do(alive, ranks.resume)
     assert host.do(alive, is_valid, 0) == [False] * 2 and host.do(alive, is_valid, 1) == [True] * 2
     host.play(alive)
+    # A new rank makes the group what it was first.
     host.spawn(3)
     host.form([*alive, 3])
     placement = ranks.spread(3, 2)
@@ -111,10 +112,9 @@ def test_graphs_go_on_when_the_group_is_as_it_was(host):
 def test_graphs_go_on_while_ranks_come_and_go(host, victim):
     """3 → 2 → 4 ranks in 4 seats: whoever stays captures once."""
     alive = ranks.lose(host, host.begin(ranks.moving(3, seats=4)), victim)
-    host.form(alive)
-    host.succeed(alive, ranks.resume, None, True)
+    ranks.resume_all(host, alive, None, True)
     assert host.do(alive, is_valid, 0) == [True] * 2
-    host.play(alive)
+    # Two new ranks come, and experts fill their slots.
     host.spawn(3, 4)
     host.form([*alive, 3, 4])
     host.start(alive, ranks.resume)
@@ -128,6 +128,7 @@ def test_graphs_go_on_while_ranks_come_and_go(host, victim):
 
 def test_sleep_frees_all_and_graphs_go_on_after_wake(host):
     names = ranks.serve(host, ranks=2)
+    # The memory of the plan is free meanwhile.
     before = host.do(names, free_bytes)
     planned = host.do(names, ranks.sleep)
     after = host.do(names, free_bytes)
@@ -137,14 +138,14 @@ def test_sleep_frees_all_and_graphs_go_on_after_wake(host):
         late - early >= nbytes for early, late, nbytes in zip(before, after, planned, strict=True)
     )
     assert host.do(names, refusals) == [["this ExpertParallel sleeps: call `wake`"] * 4] * 2
+    # Graphs go on behind each wake.
     for _ in range(2):
         assert host.do(names, wake) == ["awake"] * 2
         assert host.do(names, is_valid, 0) == [True] * 2
         host.play(names)
         host.do(names, ranks.sleep)
-    host.form(names)
-    host.do(names, ranks.resume)
-    host.play(names)
+    # Asleep they resume, too.
+    ranks.resume_all(host, names)
     assert host.do(names, ranks.captures) == [[0]] * 2
 
 
@@ -183,9 +184,8 @@ def test_a_death_during_sleep_and_wake(host, step):
     begin = time.monotonic()
     assert host.do([0, 2], wake) == ["EPResumeError"] * 2
     assert time.monotonic() - begin < SOON_S
-    host.form([0, 2])
-    host.do([0, 2], ranks.resume)
-    host.play([0, 2])
+    # The others go on without it.
+    ranks.resume_all(host, [0, 2])
 
 
 @pytest.mark.parametrize("live", [False, True])
@@ -305,11 +305,13 @@ def test_what_cannot_sleep_or_wake(ep):
     with ep:
         with pytest.raises(EPStateError, match="does not sleep"):
             ep.wake()
+        # While a round is open,
         tokens = make_tokens(ep.config, 0, 3)
         d = ep.dispatch(tokens.x, tokens.ids, tokens.weights)
         with pytest.raises(EPStateError, match="a round is open"):
             ep.sleep()
         ep.combine(d.rows, d)
+        # where the host cannot free its memory,
         with pytest.raises(ZeroDivisionError):
             ep.sleep(lambda: 1 / 0)
         assert ep.capture_is_valid(0), "it is awake"
@@ -319,6 +321,7 @@ def test_what_cannot_sleep_or_wake(ep):
         assert ep.capture_is_valid(0) and ep.generation == 1
         ep.sleep()
         assert ep.resume() == (), "weights have stayed"
+        # and where the group does not form.
         ep.sleep(lambda: None)
         with pytest.raises(EPResumeError):
             ranks.fail_in(None, "checks", raise_interrupted)

@@ -208,10 +208,8 @@ def test_a_rank_dies_while_experts_move(host, stage):
     """
     alive = die_while_experts_move(host, stage)
     # The others form a group by hand; every expert still has a copy.
-    host.form(alive)
-    assert host.succeed(alive, ranks.resume) == [[]] * 3
+    assert ranks.resume_all(host, alive) == [[]] * 3
     ranks.all_held(host, alive)
-    host.play(alive)
     # Experts move again in the new group,
     host.succeed(alive, ranks.rotate)
     host.succeed(alive, ranks.finish)

@@ -47,6 +47,7 @@ def test_the_rest_goes_on_after_a_death(host, dead):
     """Rank 0 has hosted the store of the first group."""
     names = ranks.serve(host)
     starts = host.do(names, window_starts)
+    # The old windows have gone when new ones open, at the same addresses.
     alive = ranks.lose(host, names, dead)
     host.form(alive)
     host.do(alive, ranks.fail_in, "opens its window", expect_no_windows)
@@ -66,9 +67,7 @@ def test_two_deaths_one_after_the_other(host):
     alive = ranks.serve(host, copies=3)
     for dead in (3, 0):
         alive = ranks.lose(host, alive, dead)
-        host.form(alive)
-        host.do(alive, ranks.resume)
-        host.play(alive)
+        ranks.resume_all(host, alive)
 
 
 def test_the_last_rank_needs_no_group(host):
@@ -84,12 +83,12 @@ def leave_groups(state) -> None:
 
 @pytest.mark.parametrize("how", ["killed", slow("stopped"), slow("in the windows")])
 def test_a_second_death_during_resume(host, how):
-    alive = ranks.lose(
-        host, ranks.serve(host, copies=3, resume_s=4.0 if how == "stopped" else LONG_S), 3
-    )
+    resume_s = 4.0 if how == "stopped" else LONG_S
+    alive = ranks.lose(host, ranks.serve(host, copies=3, resume_s=resume_s), 3)
     host.form(alive)
     rest = alive[:2]
     started = time.monotonic()
+    # Rank 2 has formed the group, and dies or stops. The others name it.
     if how == "in the windows":
         host.do([2], ranks.fail_in, "opens its window", ranks.die)
         host.start([2], ranks.resume)
@@ -99,9 +98,8 @@ def test_a_second_death_during_resume(host, how):
         assert error.startswith("EPResumeError: the new group did not form"), error
         assert "rank(s) [2] of the group" in error
     assert time.monotonic() - started < SOON_S
-    host.form(rest)
-    host.do(rest, ranks.resume)
-    host.play(rest)
+    # They go on without it.
+    ranks.resume_all(host, rest)
 
 
 def test_ranks_that_disagree_all_hear_of_it(host):
@@ -127,6 +125,7 @@ def test_survivors_with_different_views(host):
     have the report.
     """
     alive = ranks.lose(host, ranks.serve(host, copies=3), 3)
+    # Rank 1 alone has heard that rank 2 is missing.
     host.do([1], miss, 1 << 2)
     views = [set(view) for view in host.do(alive, ranks.survivors)]
     assert views == [{0, 1, 2}, {0, 1}, {0, 1, 2}]
@@ -134,11 +133,10 @@ def test_survivors_with_different_views(host):
         if name in view:
             host.start([name], ranks.form, host.folder / f"views-{sorted(view)}", sorted(view), 1.0)
     assert all("timeout" in str(error).lower() for error in host.results(alive))
+    # All have heard it.
     host.do([0, 2], miss, 1 << 2)
     assert host.do(alive, ranks.survivors) == [[0, 1]] * 3
-    host.form([0, 1])
-    host.do([0, 1], ranks.resume)
-    host.play([0, 1])
+    ranks.resume_all(host, [0, 1])
 
 
 def test_a_stopped_rank_that_comes_back(host):
@@ -150,11 +148,13 @@ def test_a_stopped_rank_that_comes_back(host):
     alive = ranks.lose(host, names, 3, signal.SIGSTOP)
     host.form(alive)
     host.do(alive, ranks.resume)
+    # It continues while the others play, and learns what they have found.
     host.start(alive, ranks.play, 60)
     host.signal(3, signal.SIGCONT)
     (missing,) = host.results([3])
     assert missing == [3] and host.do([3], ranks.survivors) == [[0, 1, 2]]
     assert host.results(alive) == ["played"] * 3
+    # It comes back as a new rank does.
     host.form(names)
     assert all("`placement` must be given" in error for error in host.do(names, ranks.resume)), (
         "it counts as new"
@@ -171,10 +171,12 @@ def test_a_group_grows(host):
     new = ranks.spread(3, 2)
     host.spawn(2)
     host.form(names)
+    # Nothing says where experts go.
     host.start([2], ranks.create, ranks.staying(new, host.device))
     host.start([0, 1], ranks.resume)
     assert all("`placement` must be given" in error for error in host.results(names))
     host.play([0, 1])
+    # The placement says it: each rank loads what it has not had.
     host.start([2], ranks.create, ranks.staying(new, host.device))
     host.start([0, 1], ranks.resume, new)
     moves = host.results(names)[:2]

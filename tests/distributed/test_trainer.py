@@ -120,29 +120,19 @@ def assert_same(got: torch.nn.Module, want: torch.nn.Module) -> None:
         assert torch.equal(value, others[name]), name
 
 
-def test_the_experts_function_under_ddp(checkpoint, folder, size):
-    """The Trainer loads no experts of its own checkpoint, which names each:
-    `from_pretrained` does.
+@pytest.mark.parametrize("original", [True, False], ids=["names of the hub", "of the model"])
+def test_the_experts_function_under_ddp(checkpoint, folder, size, original):
+    """The Trainer loads no experts of a checkpoint with the names of the hub, which names each:
+    `from_pretrained` does. With the names of the model the Trainer loads them itself, and so does
+    `from_pretrained`.
     """
     model = load(checkpoint, **FUNCTION)
-    log = trained(model, folder, batches(size, range(STEPS)))
+    model.save_pretrained = partial(model.save_pretrained, save_original_format=original)
+    log = trained(model, folder, data := batches(size, range(STEPS)))
+    # Another goes on from the middle, to the same end.
     saved = folder / f"checkpoint-{SAVED}"
-    again = load(saved, **FUNCTION)
-    assert trained(again, folder, batches(size, range(STEPS)), resume=saved) == log
-    assert_same(again, model)
-    assert_same(load(folder / f"checkpoint-{STEPS}"), model)
-
-
-def test_a_checkpoint_with_the_names_of_the_model(checkpoint, folder, size):
-    """The Trainer then loads its experts itself, and so does `from_pretrained`."""
-    model = load(checkpoint, **FUNCTION)
-    model.save_pretrained = partial(model.save_pretrained, save_original_format=False)
-    log = trained(model, folder, batches(size, range(STEPS)))
-    again = load(checkpoint, **FUNCTION)
-    assert (
-        trained(again, folder, batches(size, range(STEPS)), resume=folder / f"checkpoint-{SAVED}")
-        == log
-    )
+    again = load(saved if original else checkpoint, **FUNCTION)
+    assert trained(again, folder, data, resume=saved) == log
     assert_same(again, model)
     assert_same(load(folder / f"checkpoint-{STEPS}"), model)
 

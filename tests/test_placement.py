@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from no_clock import NO_CLOCK
 
 from epmoe.config.placement import Move, Placement
+from epmoe.group import recovery
 
 
 def test_linear_gives_the_first_ranks_one_more_expert():
@@ -232,3 +233,16 @@ def test_the_experts_of_a_node():
     assert Placement.build(4, 2).of_node(1, 1).sentinel(0) == 2  # no expert of the node is foreign
     with pytest.raises(ValueError, match="every node must own an expert: node 1 owns none"):
         Placement.build(2, 4).of_node(1, 2)
+
+
+def test_ranks_without_experts_stay_without():
+    """As those that bring tokens to a service of experts: rank 3 dies, and a new rank joins."""
+    service = Placement.build(8, 4, "explicit", [2, 2, 2, 2, 3, 3, 3, 3])
+    without_one = recovery._place(service, [0, 1, 2])
+    assert without_one.owners == (2,) * 8
+    with_new = recovery._place(without_one, [0, 1, 2, -1])
+    assert with_new.owners == (2, 3) * 4
+    # Where no other rank is left, they take them.
+    assert service.without([2, 3], spread_lost=True).owners == (0, 1) * 4
+    # A group whose ranks all hold experts spreads them over all.
+    assert recovery._place(Placement.build(4, 2), [0, 1, -1]).owners == (0, 1, 2, 0)

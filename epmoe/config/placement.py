@@ -133,7 +133,8 @@ class Placement:
         Args:
             ranks: the ranks to leave out.
             spread_lost: place logical experts of which no copy remains on the ranks with the fewest
-                experts. Their weights must be loaded there.
+                experts. Their weights must be loaded there. Ranks that hold none so far stay
+                without, unless no other rank remains.
 
         Returns:
             A placement of R − len(ranks) ranks. It may have fewer copies than this one.
@@ -175,8 +176,9 @@ class Placement:
                 f"logical expert(s) {names} have no copy outside rank(s) {sorted(gone)}: load "
                 "their weights and say where, as Placement.without(ranks, spread_lost=True) does"
             )
+        holders = [renumbered[rank] for rank in remaining if rank in self.owners]
         for logical in lost:
-            idlest = num_held.index(min(num_held))
+            idlest = min(holders or range(len(remaining)), key=num_held.__getitem__)
             owner_of[logical] = idlest
             num_held[idlest] += 1
         first_owners = [owner_of[logical] for logical in range(self.num_experts)]

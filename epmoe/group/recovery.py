@@ -62,7 +62,8 @@ def recover(
     thread gets its turn before the weights are loaded.
 
     Each expert stays, and lost ones go to the ranks with the fewest. With new ranks all experts are
-    spread anew, except with `placement.live`, where slots of new ranks are empty.
+    spread anew, except with `placement.live`, where slots of new ranks are empty. Ranks without
+    experts stay without, as long as another rank has some.
 
     Args:
         ep: the ExpertParallel that is to go on.
@@ -380,10 +381,13 @@ def _enter(
 
 
 def _place(old: Placement, members: list[int]) -> Placement:
+    """Former ranks without experts stay without."""
     if min(members) >= 0:
         return old.without(set(range(old.ep_size)).difference(members), spread_lost=True)
     E = old.num_experts
     R = len(members)
+    # New ranks have negative numbers.
+    holders = [rank for rank, member in enumerate(members) if member < 0 or member in old.owners]
     # A copy on the rank of its original is of no use.
-    owners = [(p + p // E) % R for p in range(old.num_physical_experts)]
+    owners = [holders[(p + p // E) % len(holders)] for p in range(old.num_physical_experts)]
     return Placement.build(E, R, "explicit", owners, old.num_physical_experts - E)

@@ -244,6 +244,26 @@ Tensor read_words(const Tensor& words) {
   return values;
 }
 
+// The words of a lobby, one for each seat behind the first.
+std::pair<cpu::LobbyWord*, int64_t> lobby_of(const Tensor& lobby) {
+  constexpr int64_t kBytes = sizeof(cpu::LobbyWord);
+  int64_t seats = lobby.numel() / kBytes - 1;
+  auto* words = reinterpret_cast<cpu::LobbyWord*>(pointer<uint8_t>(lobby, kBytes, "lobby"));
+  return {words, seats};
+}
+
+void come(const Tensor& lobby, int64_t seat, int64_t value) {
+  auto [words, seats] = lobby_of(lobby);
+  STD_TORCH_CHECK(seat >= 0 && seat < seats, "a seat must be from 0 to ", seats - 1, ", got ",
+                  seat);
+  cpu::come(words, seat, value);
+}
+
+bool await_round(const Tensor& lobby, int64_t round, int64_t longest_ns) {
+  auto [words, seats] = lobby_of(lobby);
+  return cpu::await_round(words, seats, round, longest_ns);
+}
+
 void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("dispatch", TORCH_BOX(&dispatch<Phase::kSendRecv>));
   library.impl("dispatch_send", TORCH_BOX(&dispatch<Phase::kSend>));
@@ -260,6 +280,8 @@ STABLE_TORCH_LIBRARY_IMPL(epmoe, CPU, library) {
   implement(library);
   library.impl("post_word", TORCH_BOX(&post_word));
   library.impl("read_words", TORCH_BOX(&read_words));
+  library.impl("come", TORCH_BOX(&come));
+  library.impl("await_round", TORCH_BOX(&await_round));
 }
 STABLE_TORCH_LIBRARY_IMPL(epmoe, CUDA, library) { implement(library); }
 

@@ -271,7 +271,7 @@ def test_the_shell_completes_commands_names_and_options(monkeypatch):
 
     # and so is what it asks.
     assert completed("epmoe ") == ["run", "plan", "balance", "doctor", "schema", "bench"]
-    assert completed("epmoe plan cpu") == ["cpu_bench", "cpu_demo"]
+    assert completed("epmoe plan cpu") == ["cpu_bench", "cpu_demo", "cpu_service"]
     assert completed("epmoe run cpu_demo --model m") == ["mixtral"]
     assert "--nproc" in completed("epmoe run --")
 

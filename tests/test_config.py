@@ -389,7 +389,11 @@ SHAPES = {  # R, E, K, D
     "h200x8_qwen3_next_80b": (8, 512, 10, 2048),
     "h200x8_deepseek_v4_flash": (8, 256, 6, 4096),
     "h200x8_kimi_k2": (8, 384, 8, 7168),
+    "cpu_service": (4, 16, 4, 256),
+    "h200x8_deepseek_service": (8, 256, 8, 7168),
 }
+SERVICES = {"cpu_service": [2, 3], "h200x8_deepseek_service": [6, 7]}
+"""Ranks that hold experts, where others hold none."""
 
 
 def test_no_configuration_is_missed():
@@ -398,7 +402,7 @@ def test_no_configuration_is_missed():
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_ready_configuration_loads(name):
-    """It gives each rank the same number of experts, and has its model's shape."""
+    """It gives each rank that holds experts the same number, and has its model's shape."""
     config = EPConfig.load(CONFIGS / f"{name}.yaml")
     model = config.model
     shape = (
@@ -409,7 +413,10 @@ def test_a_ready_configuration_loads(name):
     )
     assert shape == SHAPES[name]
     placement = config.place_experts()
-    assert {placement.num_local_experts(rank) for rank in range(shape[0])} == {shape[1] // shape[0]}
+    holders = SERVICES.get(name, range(shape[0]))
+    assert sorted(set(placement.owners)) == list(holders)
+    assert {placement.num_local_experts(rank) for rank in holders} == {shape[1] // len(holders)}
+    assert (config.exchange.idle == "wait") == (name in SERVICES)
 
 
 def test_deepseek_routing():

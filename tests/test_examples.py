@@ -21,8 +21,17 @@ EXAMPLES = {
     "two_micro_batches": Example(2, ["y of both micro-batches equals that of two ordinary rounds"]),
     "server_loop": Example(2, ["step 1: dropped, rank(s) [1] gave it up", "served steps [0, 2]"]),
     "recover_after_a_kill": Example(0, ["3 ranks play", "2 ranks play", "3 ranks play"]),
+    "experts_service": Example(
+        0,
+        [
+            "experts on ranks [2, 3]: answers are right",
+            "experts on ranks [2, 3]: answers are right",
+            "experts on ranks [2]: answers are right",
+            "experts on ranks [2, 3]: answers are right",
+        ],
+    ),
 }
-SLOW = {"recover_after_a_kill"}  # 9 s
+SLOW = {"recover_after_a_kill", "experts_service"}  # 9 s, 20 s
 
 
 def printed(name: str, ranks: int, **variables: str) -> list[str]:

@@ -196,6 +196,6 @@ def test_the_plan_tells_of_ranks_without_experts(tmp_path):
     least, _, most = (MemoryPlan.build(config, rank).total_bytes for rank in range(3))
     shown = words(plan(path))
     assert "memory of rank 2" in shown
-    totals = {"rank": most, "rank without experts": least, "node": 2 * least + most}
+    totals = {"per rank": most, "without experts": least, "per node": 2 * least + most}
     for what, nbytes in totals.items():
-        assert f"total per {what} {human_bytes(nbytes)} {nbytes:,}" in shown
+        assert f"total {what} {human_bytes(nbytes)} {nbytes:,}" in shown

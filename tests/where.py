@@ -250,6 +250,14 @@ TABLE: dict[str, tuple[Cell, ...]] = {
         ONE_NODE,
         ONE_NODE,
     ),
+    "experts as a service (ranks without experts, idle ranks)": (
+        yes("test_experts_service.py::test_one_dies_and_one_joins_under_load"),
+        missing("vLLM gives experts to every rank of its group, and no setting names others."),
+        missing("SGLang gives experts to every rank of its group, and no setting names others."),
+        missing("transformers' own plan gives experts to every rank of its mesh."),
+        TRAINS,
+        TRAINS,
+    ),
     "goes on after a death": (
         yes("test_recover.py::test_kill_recover_join"),
         BY_HOST,

@@ -174,7 +174,7 @@ def _totals(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, int]:
     totals["total per rank"] = max(p.total_bytes for p in plans)
     # Ranks without experts have less.
     if len(set(plans[0].windows)) > 1:
-        totals["total per rank without experts"] = min(p.total_bytes for p in plans)
+        totals["total without experts"] = min(p.total_bytes for p in plans)
     totals["total per node"] = sum(p.total_bytes for p in node)
     return totals
 

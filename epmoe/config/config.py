@@ -274,6 +274,12 @@ class ExchangeConfig(Strict):
     """
     timeout_s: float = Field(default=30.0, gt=0, le=86400)
     """Seconds that a rank waits for the other ranks before EPTimeoutError."""
+    idle: Literal["timeout", "wait"] = "timeout"
+    """What a rank without tokens does in dispatch while no rank has tokens for the round. timeout:
+    it raises EPTimeoutError after `timeout_s`. wait: it sleeps on the host, without a deadline,
+    until a rank brings tokens or has died, see docs/experts_service.md. It takes one node, dispatch
+    in one call, no CUDA graphs and no training.
+    """
     warmup_timeout_s: float = Field(
         default_factory=lambda values: max(300.0, values.get("timeout_s", 0.0)), gt=0, le=86400
     )
@@ -740,6 +746,14 @@ class EPConfig(Strict):
             holds=first >= later,
             must_be=f"at least `exchange.timeout_s` = {later}",
             got=first,
+        )
+        # Ranks of one node have a lobby in host memory.
+        nodes = self.topology.num_nodes
+        yield _Rule(
+            key="exchange.idle",
+            holds=exchange.idle == "timeout" or nodes == 1,
+            must_be="timeout over several nodes, whose waits for the network have a deadline",
+            got=exchange.idle,
         )
         # Rows are numbered in int32, with the gaps between segments and behind the last one.
         alignment = self.alignment

@@ -99,6 +99,11 @@ class Exchange(ABC):
         abort.
         """
 
+    def skip(self, call: Call) -> None:
+        """Take part in a round by a call without tokens, and abort it: `ExpertParallel.skip`."""
+        sent = self.dispatch_send(call)
+        self.abort(sent)
+
     @abstractmethod
     def dispatch_recv(self, sent: Sent) -> Dispatched:
         """The receive phase: `ExpertParallel.dispatch_recv`."""

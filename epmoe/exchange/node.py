@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from threading import get_ident
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from epmoe.exchange.descriptors import Descriptors
 from epmoe.exchange.exchange import Exchange, takes_turn
 from epmoe.exchange.handles import Dispatched, Layout, Sent
 from epmoe.exchange.health import Health, Totals, raise_incomplete, raise_on_failure
+from epmoe.exchange.lobby import Lobby
 from epmoe.exchange.lookout import Lookout
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.mismatch import Traits, calls_of
@@ -39,7 +40,7 @@ from epmoe.exchange.peek import LONG_S
 from epmoe.exchange.round_state import CLOSED, DISPATCHED, RETURNING, SENT, RoundState
 from epmoe.exchange.templates import Templates
 from epmoe.exchange.window import Window
-from epmoe.group.errors import EPAbortedError, EPOverflowError, EPStateError
+from epmoe.group.errors import EPAbortedError, EPOverflowError, EPStateError, EPTimeoutError
 from epmoe.native import ops
 from epmoe.native.layouts import constant, place, struct
 
@@ -48,6 +49,15 @@ _written_to: list[object] = []
 # Seconds in which a host asks for a word without a pause. Later the wait may take milliseconds
 # longer, and notices a GPU that has failed.
 _SPIN_S = 1.0
+_Result = TypeVar("_Result")
+
+
+class OwedSkip(NamedTuple):
+    """A round that this rank gives up once it has begun."""
+
+    epoch: int
+    call: Call
+    """without tokens"""
 
 
 class NodeExchange(Exchange):
@@ -58,7 +68,7 @@ class NodeExchange(Exchange):
 
     `memory` is window and scratch, as the operators take them, and `rows_key` what limits the
     expert-major rows of a round, as errors name it. Exchanges of one process with equal `layout`
-    take the same CUDA graphs.
+    take the same CUDA graphs. With a `lobby`, ranks wait there for a round to begin.
     """
 
     _released = False  # another exchange may have these addresses
@@ -72,6 +82,7 @@ class NodeExchange(Exchange):
         global_ranks: list[int],
         addresses: Addresses,
         seats: Seats,
+        lobby: Lobby | None = None,
     ) -> None:
         self.config = config
         self.plan = plan
@@ -127,6 +138,10 @@ class NodeExchange(Exchange):
             config, self.device, self.views, rounds, self.rank, plan.sizes, self.descriptors
         )
 
+        # Where ranks wait for a round to begin, and a round that this rank gives up once it has.
+        self._lobby = lobby
+        self._owed: OwedSkip | None = None
+
         # What the host reads of a device at any time.
         self._totals = Totals(self.views, self.processor)
         self._errors = self.processor.peek(self.views["signal.error"])
@@ -139,12 +154,26 @@ class NodeExchange(Exchange):
 
     @takes_turn
     def dispatch(self, call: Call) -> Dispatched:
+        lobby = self._lobby
+        if lobby is not None:
+            self._settle_skip(lobby)
         sent = self.opened(call)
+        if lobby is not None:
+            self._await_begin(lobby, sent)
         self.launch(ops.dispatch, sent.arguments, DISPATCHED)
         return self.received(sent)
 
     @takes_turn
     def dispatch_send(self, call: Call) -> Sent:
+        if self._lobby is not None:
+            raise ValueError(
+                "`exchange.idle` must be timeout for phases of their own: with wait, a rank "
+                "without tokens waits before it sends, so call `dispatch`"
+            )
+        return self._sent(call)
+
+    def _sent(self, call: Call) -> Sent:
+        """The send phase."""
         sent = self.opened(call)
         self.launch(ops.dispatch_send, sent.arguments, SENT)
         return sent
@@ -183,6 +212,69 @@ class NodeExchange(Exchange):
         assert y is not None
         self.launch(ops.combine_recv, (y, None, *self.memory, dispatched.sent.descriptor), CLOSED)
         return self._closed(y)
+
+    @takes_turn
+    def skip(self, call: Call) -> None:
+        """With a lobby, nobody waits in a round that has not begun: this rank then gives it up
+        before its next one, and waits for nobody now.
+        """
+        epoch = self.rounds.next_epoch()
+        lobby = self._lobby
+        if lobby is not None and (self.processor.captures() or not lobby.has_begun(epoch)):
+            self._owed = OwedSkip(epoch, call)
+        else:
+            self.abort(self._sent(call))
+
+    def _settle_skip(self, lobby: Lobby) -> None:
+        """Give up the round that this rank owes, if any, once it has begun."""
+        owed = self._owed
+        if owed is None:
+            return
+        # It may be open already, where a signal handler has ended an earlier call of this.
+        if self.rounds.next_epoch() == owed.epoch:
+            lobby.come(owed.epoch, brings_tokens=False)
+            self._wait_in(lobby, owed.epoch)
+            self._sent(owed.call)
+            self._abort(None)
+        self._owed = None
+
+    def _await_begin(self, lobby: Lobby, sent: Sent) -> None:
+        """Come to a round with tokens, which it begins, or wait until it has begun."""
+        _, _, _, _, num_tokens, num_rows, *_ = sent.arguments
+        brings_tokens = num_tokens is not None or num_rows > 0
+        lobby.come(sent.epoch, brings_tokens)
+        if not brings_tokens:
+            self._wait_in(lobby, sent.epoch)
+
+    def _wait_in(self, lobby: Lobby, epoch: int) -> None:
+        """Wait until a round has begun, or cannot: its own waits then find out why at once.
+
+        Python runs signal handlers meanwhile. If these raise, the round has not been opened.
+        """
+        while True:
+            has_begun = lobby.wait(epoch)
+            if self._released:
+                raise EPStateError(
+                    f"this rank has left the group while it waited for round {epoch}"
+                )
+            # What this rank's kernels have reported, then other ranks.
+            if not has_begun and self.status.code:
+                self.check()
+            if has_begun or self.dead() or self.missing():
+                return
+            left = self.seats.ranks_in(lobby.left())
+            if left:
+                self._raise_left(epoch, left)
+
+    def _raise_left(self, epoch: int, ranks: list[int]) -> NoReturn:
+        """Raise for a round that cannot begin. Nothing was sent."""
+        global_ranks = [self.global_ranks[rank] for rank in ranks]
+        why = (
+            f"cannot begin: rank(s) {ranks} of the group (global rank(s) {global_ranks}) left the "
+            "group"
+        )
+        then = "close this ExpertParallel, or follow them by `sleep`, `resume` or `recover`"
+        raise EPTimeoutError("dispatch", epoch, ranks, global_ranks, why, then)
 
     def abort_open_round(self) -> None:
         """It allocates nothing, so it works after any error."""
@@ -323,6 +415,8 @@ class NodeExchange(Exchange):
         """
         # Nobody writes any more: no watch, no kernel, and nothing that `close` ends.
         self._released = True
+        if self._lobby is not None:
+            self._lobby.leave()
         self.window.deaths.close()
         ended = False
         # Where the GPU or a round has failed, its kernels end by themselves.
@@ -372,6 +466,11 @@ class NodeExchange(Exchange):
         """Check a call and give it a round, whose first operator opens it."""
         if self.status.code:
             self.check()
+        if self._lobby is not None and self.processor.captures():
+            raise EPStateError(
+                "`exchange.idle` must be timeout for CUDA graphs: with wait, ranks meet on the "
+                "host before each round, which a replay does not do"
+            )
         rounds = self.rounds
         epoch = rounds.next_epoch()
 
@@ -384,6 +483,15 @@ class NodeExchange(Exchange):
         arguments = *call.operands(T, self.device), *self.memory, template.descriptor
         sent = Sent(template, T, epoch, template.descriptor, arguments, rounds.most_tokens)
         return rounds.open(sent, call.tag)
+
+    @takes_turn
+    def sending(self, has_more: bool, call: Callable[[], _Result]) -> _Result:
+        if self._lobby is not None:
+            raise ValueError(
+                "`exchange.idle` must be timeout for calls of several rounds: ranks without tokens "
+                "must learn at once whether others have more"
+            )
+        return super().sending(has_more, call)
 
     def received(self, sent: Sent) -> Dispatched:
         """The handle in state DISPATCHED. Raises EPTimeoutError, or EPMismatchError as

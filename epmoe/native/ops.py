@@ -141,6 +141,10 @@ _library.define(
 # release; a read, in ascending order into a new int64 [n], is an acquire of each.
 _library.define("post_word(Tensor(a!) window, int offset, int value) -> ()")
 _library.define("read_words(Tensor words) -> Tensor")
+# On the CPU, where ranks wait for a round to begin (epmoe/exchange/lobby.py): uint8, a cache line
+# of 64 bytes for a futex and one for each seat. A wait ends by a signal, or after `longest_ns`.
+_library.define("come(Tensor(a!) lobby, int seat, int value) -> ()")
+_library.define("await_round(Tensor lobby, int round, int longest_ns) -> bool")
 # Of the hierarchical exchange (epmoe/rail/exchange.py): slabs for each node, and the sum of what
 # the nodes send back.
 _library.define(

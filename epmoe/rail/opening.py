@@ -13,6 +13,7 @@ from epmoe.config.deadlines import Deadlines
 from epmoe.config.seats import Seats
 from epmoe.exchange.addresses import Addresses
 from epmoe.exchange.exchange import Exchange
+from epmoe.exchange.lobby import Lobby
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.processors import processor_of
@@ -98,8 +99,12 @@ def open_exchange(
         return _open_over_nodes(config, plan, peers, addresses, name)
     with ExitStack() as undo:
         window = open_window(config, plan, peers, seats, addresses, undo)
+        lobby = None
+        if config.exchange.idle == "wait":
+            lobby = Lobby.open(peers, seats)
+            undo.callback(lobby.leave)
         exchange = NodeExchange(
-            config, plan, placement, window, peers.global_ranks, addresses, seats
+            config, plan, placement, window, peers.global_ranks, addresses, seats, lobby
         )
         undo.pop_all()
     return exchange

@@ -141,6 +141,10 @@ class TrainingExchange:
                 )
         if ep.config.placement.live:
             raise ValueError(MOVES)
+        if ep.config.exchange.idle != "timeout":
+            raise ValueError(
+                "`exchange.idle` must be timeout for training, where all ranks run the same rounds"
+            )
         if backward is not None and backward.config != ep.config:
             raise ValueError("`backward` must have the config of `ep`")
 

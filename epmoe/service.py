@@ -9,7 +9,6 @@ import dataclasses
 import logging
 import operator
 import os
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
@@ -30,6 +29,7 @@ from epmoe.exchange.call import new_call
 from epmoe.exchange.exchange import ANOTHER_THREAD, Exchange, takes_turn_of_exchange
 from epmoe.exchange.handles import Dispatched, HoldsWindows, Layout, RoundShape, Sent
 from epmoe.exchange.health import Health
+from epmoe.exchange.layer_tags import LayerTags
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.processors import processor_of
 from epmoe.exchange.round_state import CLOSED
@@ -70,7 +70,6 @@ from epmoe.native.arguments import (
     describe,
     token_count,
 )
-from epmoe.native.layouts import constant
 from epmoe.rail.opening import open_exchange, prepare
 
 _Result = TypeVar("_Result")
@@ -194,9 +193,7 @@ class ExpertParallel(HoldsWindows):
         # What calls read of the config at every round.
         self._needs_bias = config.routing.selection_bias
 
-        # Tags that layers have taken. None: for good.
-        self._tags: dict[int, weakref.ref[object] | None] = {}
-        self._last_tag = 0  # of a round without a tag
+        self._tags = LayerTags()
 
         # What outlives groups.
         self.followers = WeakSet()
@@ -924,36 +921,14 @@ class ExpertParallel(HoldsWindows):
         None: nobody does. Raises ValueError if another layer has the tag, or there is no further
         number.
         """
-        if tag is None:
-            tag = self._last_tag = self.next_tag
-        elif self._is_taken(tag):
-            raise ValueError(
-                f"tag {tag} must belong to one layer, but another one of this ExpertParallel has "
-                f"it: the tag is `layer_id` modulo {constant('kMaxTag') + 1}, or by default the "
-                f"next number that is free"
-            )
-        self._tags[tag] = None if owner is None else weakref.ref(owner)
-        return tag
-
-    def _is_taken(self, tag: int) -> bool:
-        """Whether a layer has this tag, and is still there or has taken it for good."""
-        if tag not in self._tags:
-            return False
-        owner = self._tags[tag]
-        return owner is None or owner() is not None
+        return self._tags.new(tag, owner)
 
     @property
     def next_tag(self) -> int:
         """What `new_tag` gives next: the first number above the last one, from 1 on, that nobody
         has had. Raises ValueError if there is none.
         """
-        tag = self._last_tag + 1
-        while tag in self._tags:
-            tag += 1
-        most = constant("kMaxTag")
-        if tag > most:
-            raise ValueError(f"an ExpertParallel has tags for {most} layers, and all were taken")
-        return tag
+        return self._tags.next
 
     @property
     def slots(self) -> Tensor:

@@ -53,27 +53,29 @@ class Started(NamedTuple):
 def started(call: Callable[[], object]) -> Started:
     """Count what `call` starts, by torch's profiler, which changes nothing of how calls run."""
     on_gpus = torch.cuda.is_available()
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpus else [])]
+    activities = [ProfilerActivity.CPU]
+    if on_gpus:
+        activities.append(ProfilerActivity.CUDA)
     with profile(activities=activities) as seen:
         call()
         if on_gpus:
             torch.cuda.synchronize()
     events = seen.events() or []
-    outermost = [
-        event
-        for event in events
-        if _is_operator(event) and not any(map(_is_operator, _parents(event)))
-    ]
-    launches = sum(
-        event.name.startswith(("cudaLaunchKernel", "cuLaunchKernel")) for event in events
-    )
-    return Started(len(outermost), launches)
+    operators = 0
+    launches = 0
+    for event in events:
+        # Operators within others do not count.
+        if _is_operator(event) and not any(map(_is_operator, _parents(event))):
+            operators += 1
+        if event.name.startswith(("cudaLaunchKernel", "cuLaunchKernel")):
+            launches += 1
+    return Started(operators, launches)
 
 
 def run(job: Job) -> Report:
     """Measure each T: a layer with random experts, and nn.Linear of the same tokens. Collective.
 
-    Raises ValueError where `model.intermediate_size` is unset, and as `MoELayer` does.
+    Raises ValueError if `model.intermediate_size` is unset, and as `MoELayer` does.
     """
     config = job.config
     if config.model.intermediate_size is None:
@@ -112,26 +114,33 @@ def trained_layer(ep: ExpertParallel, experts: nn.Module, tokens: int) -> MoELay
     return layer.requires_grad_()
 
 
+def _served(module: nn.Module, x_TD: Tensor) -> Tensor:
+    """y [T, D] of a call without gradients."""
+    with torch.inference_mode():
+        y_TD: Tensor = module(x_TD)
+        return y_TD
+
+
+def _gradients(
+    module: nn.Module, x_TD: Tensor, grad_TD: Tensor, y_TD: Tensor
+) -> tuple[Tensor, ...]:
+    """The gradients of x and of all parameters, given that of y."""
+    return torch.autograd.grad(y_TD, (x_TD, *module.parameters()), grad_TD)
+
+
 def _figures(
     name: str, module: nn.Module, tokens: int, ep: ExpertParallel, job: Job
 ) -> Iterator[Figures]:
-    """Without gradients, then with those of the input and all parameters."""
+    """Measure calls without gradients, then with gradients of the input and all parameters."""
     model = ep.config.model
     x_TD = torch.randn(tokens, model.hidden_size, device=ep.device).to(model.torch_dtype)
     grad_TD = torch.randn_like(x_TD)
 
-    def served() -> Tensor:
-        with torch.inference_mode():
-            y_TD: Tensor = module(x_TD)
-            return y_TD
-
-    def step_back(y_TD: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(y_TD, (trained_TD, *module.parameters()), grad_TD)
-
     trained_TD = x_TD.clone().requires_grad_()
+    step_back = partial(_gradients, module, trained_TD, grad_TD)
     sides = (
-        (f"{name}, serving", Calls("serving", served)),
-        (f"{name}, training", Calls("training", lambda: module(trained_TD), step_back)),
+        (f"{name}, serving", Calls("serving", partial(_served, module, x_TD))),
+        (f"{name}, training", Calls("training", partial(module, trained_TD), step_back)),
     )
     for side, calls in sides:
         for _ in range(_WARM_CALLS):

@@ -1,5 +1,5 @@
-"""`epmoe bench CONFIG`: times the exchange, on CPUs against gloo, on GPUs against the floor and
-NCCL; or layers.
+"""`epmoe bench CONFIG` times the exchange: on CPUs against gloo, on GPUs against the floor and
+NCCL. It also times layers.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from epmoe.config.config import EPConfig
 from epmoe.local.simulate import Kind
 from epmoe.native.formats import PayloadName
 
-# Options, and those without which they go.
+# Options, and others that do not go with them.
 _WITHOUT = {
     "--host": ("--training", "--layer", "--eager", "--peers", "--side", "--payload"),
     "--training": ("--layer", "--eager", "--peers", "--side"),
     "--layer": ("--side", "--payload", "--eager"),
 }
-# Options for GPUs, and those with which they are for CPUs as well.
+# Options for GPUs. With the option behind the colon they are for CPUs, too.
 _FOR_GPUS = {"--side": "", "--payload": "--training", "--eager": "", "--peers": "--layer"}
 
 
 class _Chosen(NamedTuple):
-    """What the options ask for."""
+    """The benchmark that the options ask for."""
 
     benchmark: Benchmark
     steps_by_count: int
@@ -125,7 +125,7 @@ def bench(
     parsed = load(config, nproc)
     check_output("--json", as_json, (".json",))
     check_output("--plot", plot, (".png", ".svg", ".pdf"))
-    # Options go together, and with the configuration.
+    # Check that options go together, and with the configuration.
     given = {
         option.opts[0] for option in context.command.params if context.params[option.name or ""]
     }
@@ -140,7 +140,7 @@ def bench(
     elif on_gpus:
         usual = gpu.DEFAULT_TOKENS
     counts = _token_counts(parsed, tokens, usual)
-    # What is measured.
+    # Choose the benchmark.
     with _wrong("--peers"):
         others = peers.load(drivers) if drivers else []
     with _wrong("--layer"):
@@ -157,7 +157,7 @@ def bench(
         chosen = _of_gpus(parsed, payload, side, others, eager)
     else:
         chosen = _Chosen(cpu.run, steps_by_count=repeats)
-    # A missing library should stop it here, not after the run.
+    # A missing library must stop it here, not after the run.
     if plot:
         require("matplotlib", "`--plot`")
     check_ranks(parsed)
@@ -191,7 +191,7 @@ def bench(
 
 
 def _check_config(config: EPConfig, routing: Kind) -> None:
-    """Raise UserError for what no benchmark computes."""
+    """Raise UserError for a configuration or routing that no benchmark computes."""
     if config.placement.slots is not None:
         raise UserError(
             "`placement.slots` must be unset: the benchmarks compute with the experts that come "
@@ -205,7 +205,7 @@ def _check_config(config: EPConfig, routing: Kind) -> None:
 
 
 def _token_counts(config: EPConfig, tokens: list[int] | None, usual: Sequence[int]) -> list[int]:
-    """Numbers of tokens a rank brings, ascending: those that were asked for, or the usual ones."""
+    """The numbers of tokens of a rank, ascending: those that were asked for, or the usual ones."""
     limit = config.capacity.max_num_tokens_per_rank
     counts = sorted(set(tokens or [count for count in usual if count <= limit]))
     if max(counts) > limit:
@@ -217,7 +217,7 @@ def _token_counts(config: EPConfig, tokens: list[int] | None, usual: Sequence[in
 
 
 def _of_training(config: EPConfig, payload: list[gpu.Payload] | None) -> _Chosen:
-    """Forward and backward, whose forward rows may travel in fp8."""
+    """Choose the benchmark of training. Its forward rows may travel in fp8."""
     forward: PayloadName = "auto"
     if payload:
         plain_and_fp8 = gpu.Payload.for_rows(config)[:2]
@@ -237,7 +237,7 @@ def _of_gpus(
     others: list[peers.Peer],
     eager: bool,
 ) -> _Chosen:
-    """The exchange on GPUs, for each payload."""
+    """Choose the benchmark of the exchange on GPUs, for each payload."""
     fitting = gpu.Payload.for_rows(config)
     refused = set(payload or ()) - set(fitting)
     if refused:
@@ -279,14 +279,14 @@ def _check_options(given_options: set[str], on_gpus: bool) -> None:
 
 
 def _log(rank: int) -> Callable[[str], None]:
-    """What tells of each case where no progress bar is seen, so that a run that is cut off leaves
-    its figures.
+    """Make the function that logs a line for each case, so that a run that is cut off leaves its
+    figures. A terminal has a progress bar instead.
     """
-    start = time.monotonic()
-    is_silent = rank != 0 or console.is_terminal
+    if rank != 0 or console.is_terminal:
+        return lambda line: None
+    return partial(_log_with_time, time.monotonic())
 
-    def tell(line: str) -> None:
-        if not is_silent:
-            log(f"{time.monotonic() - start:6.1f} s  {line}")
 
-    return tell
+def _log_with_time(start: float, line: str) -> None:
+    """Log a line with the seconds since `start`."""
+    log(f"{time.monotonic() - start:6.1f} s  {line}")

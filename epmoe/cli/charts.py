@@ -69,17 +69,17 @@ def join(content: Iterable[object]) -> Markup:
 
 
 def stages(result: Result) -> Markup:
-    """Seconds by stage: a bar for the single process (the mean over ranks), and one
+    """Draw the seconds of each stage: a bar for the single process (the mean over ranks), and one
     for each rank.
     """
-    # The bars: of many ranks one for all.
+    # Choose the bars: many ranks get one for all.
     named = [(f"rank {rank}", seconds) for rank, seconds in enumerate(result.stages)]
     if len(named) > MOST_RANKS:
         named = [(f"mean of {len(named)} ranks", result.seconds)]
     if result.baseline:
         named.insert(0, ("one process", mean_stages(result.baseline.stages)))
     top, ticks = axis(max(sum(seconds.values()) for _, seconds in named), human_seconds)
-    # Each with its name and its total, over a grid.
+    # Draw each bar with its name and its total, over a grid.
     grid = join(element("i", class_="grid", style=f"left:{tick.percent}%") for tick in ticks)
     parts = []
     for name, seconds in named:
@@ -90,7 +90,7 @@ def stages(result: Result) -> Markup:
             element("div", track, class_="track", role="img", aria_label=f"{name}: {total}")
         )
         parts.append(element("div", total, class_="total"))
-    # The axis below.
+    # Draw the axis below.
     labels = (element("span", tick.label, style=f"left:{tick.percent}%") for tick in ticks)
     parts += [
         element("div", class_="corner"),
@@ -101,9 +101,11 @@ def stages(result: Result) -> Markup:
 
 
 def _fill(name: str, stage_seconds: Mapping[str, float], top: float) -> Iterator[Markup]:
-    """The pieces of a bar, one for each stage that took time; `top` is the whole width."""
+    """Draw the pieces of a bar, one for each stage that took time. A bar of `top` seconds has the
+    full width.
+    """
     total = sum(stage_seconds.values())
-    whole = human_seconds(total, zeros=True)
+    of_total = f"of {human_seconds(total, zeros=True)}"
     for stage in STAGES:
         seconds = stage_seconds.get(stage, 0.0)
         if not seconds:
@@ -111,7 +113,7 @@ def _fill(name: str, stage_seconds: Mapping[str, float], top: float) -> Iterator
         label = element("b", stage, class_=f"chars-{len(stage)}")
         title = (
             f"{name}, {stage}: {human_seconds(seconds, zeros=True)}, "
-            f"{share(seconds / total)} of {whole}"
+            f"{share(seconds / total)} {of_total}"
         )
         css = f"st-{stage.replace(' ', '-')}"
         width = f"width:{100 * seconds / top:.3f}%"
@@ -119,13 +121,13 @@ def _fill(name: str, stage_seconds: Mapping[str, float], top: float) -> Iterator
 
 
 def traffic(result: Result) -> Markup:
-    """The heat map of the rows from rank to rank."""
+    """Draw the heat map of the rows from rank to rank."""
     words = ("from", "to", "rows on the wire", "not on the wire")
     return _pairs(result.traffic, *words, lambda rows: f"{rows:,.0f}", " rows")
 
 
 def waits(result: Result) -> Markup:
-    """The heat map of the time that each rank waited for each other rank."""
+    """Draw the heat map of the time that each rank waited for each other rank."""
     words = ("rank", "for", "time waited", "never")
     return _pairs(result.waited, *words, lambda seconds: human_seconds(seconds) if seconds else "0")
 
@@ -139,8 +141,8 @@ def _pairs(
     label: Callable[[float], str],
     unit: str = "",
 ) -> Markup:
-    """A heat map of [R][R] values: a rank for each row and column. A rank's value for itself has no
-    colour.
+    """Draw a heat map of [R][R] values, with a rank for each row and column. A rank's value for
+    itself has no colour.
     """
     ranks = range(len(values))
     # Colours go from the lowest to the highest value of two different ranks.
@@ -150,39 +152,50 @@ def _pairs(
     low = min(others, default=0)
     top = max(others, default=0)
 
-    def cell(i: int, j: int) -> Cell:
-        value = values[i][j]
-        whom = "itself" if i == j else f"rank {j}"
-        return Cell(
-            text=label(value),
-            title=f"rank {i} {across} {whom}: {label(value)}{unit}",
-            level=(value - low) / (top - low or 1),
-            own=i == j,
-        )
+    cells = []
+    for i in ranks:
+        row_cells = []
+        for j in ranks:
+            value = values[i][j]
+            whom = "itself" if i == j else f"rank {j}"
+            title = f"rank {i} {across} {whom}: {label(value)}{unit}"
+            level = (value - low) / (top - low or 1)
+            row_cells.append(Cell(label(value), title, level, own=i == j))
+        cells.append(row_cells)
 
     key = (element("span", class_="own key"), element("span", f"{across} itself: {itself}"))
     heads = [_number(rank, len(ranks)) for rank in ranks]
-    grid = _grid(f"{across} rank", down, heads, [[cell(i, j) for j in ranks] for i in ranks])
+    grid = _grid(f"{across} rank", down, heads, cells)
     return element("div", grid, _scale(label(low), what, label(top), *key), class_="heat")
 
 
 def balance(balancing: Balancing) -> Markup:
-    """The load of each rank over the mean: ranks as rows, parts of the run as columns."""
-    # The run in parts of about as many rounds: the load of each rank in each part.
+    """Draw the load of each rank over the mean: ranks as rows, parts of the run as columns."""
+    # Divide the run into parts of about as many rounds, and add the load of each rank in each.
     rounds = len(balancing.rows[0])
     ranks = len(balancing.rows)
     count = min(rounds, MOST_PARTS)
     spans = list(itertools.pairwise(rounds * n // count for n in range(count + 1)))
-    loads = [[sum(rows[begin:end]) for rows in balancing.rows] for begin, end in spans]
-    over = [[load * ranks / (sum(part) or 1) for load in part] for part in loads]
-    low = min(map(min, over))
-    top = max(map(max, over))
+    loads = []
+    ratios = []
+    for begin, end in spans:
+        of_part = [sum(rows[begin:end]) for rows in balancing.rows]
+        total = sum(of_part) or 1
+        loads.append(of_part)
+        ratios.append([load * ranks / total for load in of_part])
+    low = min(map(min, ratios))
+    top = max(map(max, ratios))
 
-    def cell(rank: int, n: int) -> Cell:
-        text = f"{over[n][rank]:.2f}"
-        begin, end = spans[n]
-        title = f"rank {rank}, rounds {begin + 1} to {end}: {text}× the mean"
-        return Cell(text, title, (over[n][rank] - low) / (top - low or 1))
+    # A row of cells for each rank.
+    cells = []
+    for rank in range(ranks):
+        row_cells = []
+        for (begin, end), of_ranks in zip(spans, ratios, strict=True):
+            ratio = of_ranks[rank]
+            text = f"{ratio:.2f}"
+            title = f"rank {rank}, rounds {begin + 1} to {end}: {text}× the mean"
+            row_cells.append(Cell(text, title, (ratio - low) / (top - low or 1)))
+        cells.append(row_cells)
 
     # Below the ranks: the busiest one, and the moves that began in each part.
     busiest = [f"{imbalance(load) or 1:.2f}" for load in loads]
@@ -191,14 +204,13 @@ def balance(balancing: Balancing) -> Markup:
         moves.append(sum(number for tick, number in balancing.moves if begin < tick <= end))
     below = (_line_below("most", busiest), _line_below("moves", moves))
     heads = [f"{begin + 1}" for begin, _ in spans]
-    cells = [[cell(i, n) for n in range(count)] for i in range(ranks)]
     grid = _grid("from round", "rank", heads, cells, *below)
     scale = _scale(f"{low:.2f}×", "load of a rank, over the mean", f"{top:.2f}×")
     return element("div", grid, scale, class_="heat")
 
 
 def _line_below(name: str, values: Iterable[object]) -> Markup:
-    """A line of a heat map that has no colours."""
+    """Draw a line of a heat map without colours."""
     cells = (element("td", value, class_="corner") for value in values)
     return element("tr", element("th", name, scope="row"), *cells)
 
@@ -206,8 +218,8 @@ def _line_below(name: str, values: Iterable[object]) -> Markup:
 def _grid(
     caption: str, corner: str, heads: Sequence[str], rows: Sequence[Sequence[Cell]], *below: Markup
 ) -> Markup:
-    """The cells of a heat map, a rank for each row; with many ranks small ones, without their
-    texts.
+    """Draw the cells of a heat map, with a rank for each row. With many ranks they are small and
+    have no text.
     """
     is_labelled = len(rows) <= MOST_LABELLED
     names = (element("th", head, scope="col") for head in heads)
@@ -234,14 +246,16 @@ def _cell(cell: Cell, is_labelled: bool) -> Markup:
 
 
 def _scale(low: str, what: str, top: str, *key: Markup) -> Markup:
-    """The colours of a heat map, with the values at their ends."""
+    """Draw the colours of a heat map, with the values at their ends."""
     ends = element("span", *(element("span", word) for word in (low, what, top)), class_="ends")
     css = "scale" if key else "scale plain"
     return element("div", *key, element("span", class_="ramp"), ends, class_=css)
 
 
 def _number(rank: int, ranks: int) -> str:
-    """A rank at the edge of a heat map; of many ranks every fourth or eighth."""
+    """The number of a rank at the edge of a heat map. Of many ranks only every fourth or eighth has
+    one.
+    """
     step = 8
     if ranks <= MOST_LABELLED:
         step = 1
@@ -251,30 +265,20 @@ def _number(rank: int, ranks: int) -> str:
 
 
 def loads(result: Result) -> Markup:
-    """Tokens of each physical expert, as bars, rank by rank."""
-    placement = result.placement
+    """Draw the tokens of each physical expert as bars, rank by rank."""
     holder = result.holder
     R = result.placement.ep_size
     mean = sum(result.load) / len(result.load)
     top, ticks = axis(max(result.load), lambda value: f"{value:,.0f}", whole=True)
     gap = f"gap:min(22px,{24 / R:.2f}%)"
 
-    def bar(rank: int, expert: int) -> Markup:
-        load = result.load[expert]
-        logical = placement.logical(expert)
-        copy = f" (copy of {logical})" if logical != expert and holder == "expert" else ""
-        title = (
-            f"{holder} {expert}{copy} on rank {rank}: {load:,} tokens, {times(load / (mean or 1))} "
-            f"the mean"
-        )
-        return element("i", element("b", style=f"height:{100 * load / top:.2f}%"), title=title)
-
     # Bars rank by rank, with the names of ranks below.
     groups = []
     below = []
-    for rank, experts in enumerate(by_rank(placement, range(len(result.load)))):
+    for rank, experts in enumerate(by_rank(result.placement, range(len(result.load)))):
         width = f"flex:{len(experts)}"
-        groups.append(element("div", *(bar(rank, expert) for expert in experts), style=width))
+        bars = [_load_bar(result, rank, expert, mean, top) for expert in experts]
+        groups.append(element("div", *bars, style=width))
         # As much of the name as there is room for.
         name = ""
         if R <= 6:
@@ -287,9 +291,9 @@ def loads(result: Result) -> Markup:
     lines = (element("i", class_="grid", style=f"top:{100 - tick.percent}%") for tick in ticks)
     mean_label = element("b", f"mean {mean:,.0f}")
     limit = element("i", mean_label, class_="limit", style=f"top:{100 - 100 * mean / top}%")
-    bars = element("div", *groups, class_="groups", style=gap)
+    all_bars = element("div", *groups, class_="groups", style=gap)
     caption = f"Tokens of each {holder}, rank by rank"
-    area = element("div", *lines, bars, limit, class_="area", role="img", aria_label=caption)
+    area = element("div", *lines, all_bars, limit, class_="area", role="img", aria_label=caption)
     parts = [
         element("div", element("div", *axis_labels, class_="y"), area, class_="plot load"),
         element("div", *below, class_="x groups", style=gap),
@@ -300,8 +304,22 @@ def loads(result: Result) -> Markup:
     return join(parts)
 
 
+def _load_bar(result: Result, rank: int, expert: int, mean: float, top: float) -> Markup:
+    """Draw the bar of one expert or slot. A load of `top` tokens has the full height."""
+    load = result.load[expert]
+    name = f"{result.holder} {expert}"
+    logical = result.placement.logical(expert)
+    if logical != expert and result.holder == "expert":
+        name += f" (copy of {logical})"
+    ratio = times(load / (mean or 1))
+    title = f"{name} on rank {rank}: {load:,} tokens, {ratio} the mean"
+    return element("i", element("b", style=f"height:{100 * load / top:.2f}%"), title=title)
+
+
 def axis(top: float, label: Callable[[float], str], whole: bool = False) -> Axis:
-    """An axis that holds `top`, with three to six ticks at round numbers, or at `whole` ones."""
+    """Make an axis that holds `top`, with three to six ticks at round numbers. With `whole` they
+    are integers.
+    """
     if not (top > 0 and math.isfinite(top)):
         top = 1.0
     power = 10.0 ** math.floor(math.log10(top / 4))

@@ -28,7 +28,7 @@ from epmoe.service import ExpertParallel
 POOL_ROWS = 1024
 # Rows per round and rank that are compared with the dense reference, about.
 CHECKED_ROWS = 32
-# Of an error, relative to the largest element of a round's output.
+# The largest error, relative to the largest element of a round's output.
 TOLERANCE = {
     "float32": 1e-5,
     "float16": 5e-3,
@@ -45,7 +45,7 @@ PROCESS_BYTES = 400 << 20
 
 
 class _Weights(NamedTuple):
-    """Of all logical experts, the same on every rank."""
+    """The weights of all logical experts, the same on every rank."""
 
     gate_up: torch.Tensor
     """[E, 2F, D]"""
@@ -133,7 +133,7 @@ def _measure(
             return [weight[slot] for weight in experts.parameters()]
 
         balancer = Balancer(ep, every=max(1, steps // _PLANS), weights=weights_of)
-    # The same logits on all ranks, and in all rounds unless they drift: popular experts stay so.
+    # All ranks and rounds have the same logits, unless they drift: popular experts stay popular.
     pool = partial(
         simulate_logits,
         kind,
@@ -193,16 +193,16 @@ def _round(
     logits_TE: torch.Tensor,
     bias_E: torch.Tensor | None,
 ) -> tuple[Routing, torch.Tensor]:
-    """The routing of these tokens, and their y [T, D]. Collective."""
+    """Run a round stage by stage. Returns the routing and y [T, D]. Collective."""
     tag = int(ep.config.placement.live)
     with clock.stage("route"):
         routing = ep.route(logits_TE, bias_E)
     with clock.stage("dispatch"):
-        d = ep.dispatch(x_TD, routing.ids, routing.weights, tag=tag)
+        dispatched = ep.dispatch(x_TD, routing.ids, routing.weights, tag=tag)
     with clock.stage("experts"):
-        rows_ND = experts(d.rows, d.expert_offsets, d.scales)
+        out_ND = experts(dispatched.rows, dispatched.expert_offsets, dispatched.scales)
     with clock.stage("combine"):
-        y_TD = ep.combine(rows_ND, d)
+        y_TD = ep.combine(out_ND, dispatched)
     return routing, y_TD
 
 
@@ -211,12 +211,13 @@ def _synchronise(ep: ExpertParallel) -> None:
     model = ep.config.model
     routing = ep.route(torch.empty(0, model.num_experts, device=ep.device))
     x_TD = torch.empty(0, model.hidden_size, dtype=model.torch_dtype, device=ep.device)
-    d = ep.dispatch(x_TD, routing.ids, routing.weights, tag=int(ep.config.placement.live))
-    ep.combine(torch.zeros_like(d.rows, dtype=model.torch_dtype), d)
+    tag = int(ep.config.placement.live)
+    dispatched = ep.dispatch(x_TD, routing.ids, routing.weights, tag=tag)
+    ep.combine(torch.zeros_like(dispatched.rows, dtype=model.torch_dtype), dispatched)
 
 
 def live(config: EPConfig) -> EPConfig:
-    """A configuration whose experts can move: one slot more on each rank than experts need."""
+    """Make a configuration whose experts can move: each rank has one slot more than it needs."""
     if config.placement.live:
         return config
     E = config.model.num_experts
@@ -229,7 +230,7 @@ def live(config: EPConfig) -> EPConfig:
 
 
 def _tolerance(config: EPConfig) -> float:
-    """The limit of the worst error: it allows for the rounding of rows' dtype, also inside the
+    """The limit of the worst error. It allows for the rounding of the rows' dtype, also inside the
     experts.
     """
     if config.exchange.quantizes:
@@ -275,13 +276,15 @@ def _intermediate_size(config: EPConfig) -> int:
 
 
 def _bytes_per_intermediate(config: EPConfig) -> int:
-    """Of all experts: rows of gate and up, and a column of down."""
+    """Bytes of one intermediate element of all experts: its rows of gate and up, its column of
+    down.
+    """
     model = config.model
     return 3 * model.num_experts * model.hidden_size * model.torch_dtype.itemsize
 
 
 def _relative_error(y: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest error over the largest value; infinity where y has NaN or Inf."""
+    """The largest error over the largest value; infinity if y has NaN or Inf."""
     if not y.isfinite().all():
         return float("inf")
     if y.numel() == 0:

@@ -1,6 +1,4 @@
-"""The tables of a run, which the terminal and the report draw alike, and the rest of what the
-terminal shows.
-"""
+"""The tables of a run, for the terminal and the report, and all else that the terminal shows."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ class Cells:
 
 def show(result: Result) -> None:
     """Print the texts, loads, times, health counters and checks of one run."""
-    # What the model has written.
+    # Show what the model has written.
     texts = Table.grid(padding=(0, 2, 0, 2))
     for rank, (prompt, continuation) in enumerate(result.texts):
         texts.add_row(
@@ -58,7 +56,7 @@ def show(result: Result) -> None:
         )
     if result.texts:
         console.print(texts)
-    # Loads and times.
+    # Show loads and times.
     for table in (rank_table(result), stage_table(result)):
         console.print()
         print_table(table.draw())
@@ -73,7 +71,7 @@ def show(result: Result) -> None:
         console.print(
             f"  waits: longest for rank {rank}, {human_seconds(seconds)} of all ranks together"
         )
-    # Whether all is well.
+    # Say whether all is well.
     counts = []
     for name, count in result.health.items():
         if count:
@@ -99,8 +97,8 @@ def summarise(results: Sequence[Result]) -> None:
 
 
 def summary_table(results: Sequence[Result]) -> Cells:
-    """A row for each run, with the outcome of every check that any of them has."""
-    # A column for each check that any run has, then for the figures.
+    """Make a row for each run, with the outcomes of all checks."""
+    # A column for each check that any run has, then those of the figures.
     checks = dict.fromkeys(check.what for result in results for check in result.checks)
     figures = (
         "one process",
@@ -124,7 +122,7 @@ def summary_table(results: Sequence[Result]) -> Cells:
 
 
 def rank_table(result: Result) -> Cells:
-    """Rows and pairs of each rank."""
+    """Make the table of the rows and pairs of each rank."""
     has_drops = any(result.dropped)
     load = f"load per {result.holder}"
     columns = (
@@ -154,42 +152,50 @@ def rank_table(result: Result) -> Cells:
 
 
 def stage_table(result: Result) -> Cells:
-    """Seconds of each stage: of the single process, of the mean rank, and of the fastest and
-    slowest rank.
+    """Make the table of the seconds of each stage: of the single process, of the mean rank, and of
+    the fastest and slowest rank.
     """
     columns = ["stage", result.processes, "least to most", f"per {result.unit}", "share"]
+    alone: dict[str, float] = {}
+    alone_elapsed = None
     if result.baseline:
         columns.insert(1, "one process")
-    alone = mean_stages(result.baseline.stages) if result.baseline else {}
-    total = sum(result.seconds.values()) or 1.0
-    rounds = max(1, result.rounds)
+        alone = mean_stages(result.baseline.stages)
+        alone_elapsed = mean(result.baseline.elapsed)
 
-    def row(name: str, single: float | None, each: Sequence[float], bound: str = "") -> list[str]:
-        cells = [name, bound + human_seconds(mean(each), zeros=True)]
-        least = human_seconds(min(each), zeros=True)
-        most = human_seconds(max(each), zeros=True)
-        cells += [
-            f"{least} to {most}",
-            human_seconds(mean(each) / rounds, zeros=True),
-            share(mean(each) / total),
-        ]
-        if result.baseline:
-            cells.insert(1, "–" if single is None else human_seconds(single, zeros=True))
-        return cells
-
+    # A row for each stage, one for the time in them that ranks waited, and the sum.
     rows = []
     for stage in STAGES:
         if stage in result.seconds or stage in alone:
             of_ranks = [seconds.get(stage, 0.0) for seconds in result.stages]
-            rows.append(row(stage, alone.get(stage), of_ranks))
-    # A part of the stages above, and their sum.
+            rows.append(_stage_row(result, stage, alone.get(stage), of_ranks))
     if result.waiting:
-        rows.append(
-            row("of it waiting", None, [max(waited) for waited in result.waited], bound="≥ ")
-        )
-    alone_elapsed = mean(result.baseline.elapsed) if result.baseline else None
-    rows.append([*row("all stages", alone_elapsed, result.elapsed)[:-1], "100%"])
+        longest = [max(waited) for waited in result.waited]
+        rows.append(_stage_row(result, "of it waiting", None, longest, bound="≥ "))
+    *sums, _share = _stage_row(result, "all stages", alone_elapsed, result.elapsed)
+    rows.append([*sums, "100%"])
     return Cells(columns, rows, words=("stage",), has_sum=True)
+
+
+def _stage_row(
+    result: Result, name: str, alone: float | None, of_ranks: Sequence[float], bound: str = ""
+) -> list[str]:
+    """The cells of one row: seconds of the single process, `alone`, and of each rank."""
+    total = sum(result.seconds.values()) or 1.0
+    rounds = max(1, result.rounds)
+    average = mean(of_ranks)
+    least = human_seconds(min(of_ranks), zeros=True)
+    most = human_seconds(max(of_ranks), zeros=True)
+    cells = [
+        name,
+        bound + human_seconds(average, zeros=True),
+        f"{least} to {most}",
+        human_seconds(average / rounds, zeros=True),
+        share(average / total),
+    ]
+    if result.baseline:
+        cells.insert(1, "–" if alone is None else human_seconds(alone, zeros=True))
+    return cells
 
 
 def mean(values: Sequence[float]) -> float:

@@ -203,6 +203,34 @@ def _received(connection: socket.socket, what: str, deadline: float) -> _Receive
     return _Received(by_number, lost=list(numbers[arrived:]))
 
 
+class _Server:
+    """Answers connections to a socket with all descriptors that are kept."""
+
+    def __init__(self, listener: socket.socket, kept: dict[int, int], lock: Lock) -> None:
+        self._listener = listener
+        self._kept = kept
+        self._lock = lock
+        self.ended = False
+        """whether the socket is shut down, or about to be"""
+
+    def serve(self) -> None:
+        """Answer until the socket is shut down."""
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                # It was shut down, or this process may open no more files for now.
+                if self.ended or error.errno not in _SHORTAGES:
+                    return
+                time.sleep(_SHORTAGE_S)
+                continue
+            # OSError: the process that has asked has left.
+            with connection, self._lock, contextlib.suppress(OSError):
+                if _user_of(connection) == os.getuid():
+                    numbers = struct.pack(f"{len(self._kept)}q", *self._kept)
+                    socket.send_fds(connection, [numbers], list(self._kept.values()))
+
+
 @contextlib.contextmanager
 def _handing_out(name: str, kept: dict[int, int], lock: Lock) -> Iterator[socket.socket]:
     """Send all that is kept to each of this user's processes that connects to an abstract socket,
@@ -212,35 +240,19 @@ def _handing_out(name: str, kept: dict[int, int], lock: Lock) -> Iterator[socket
     queue.
     """
 
-    def serve() -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError as error:
-                # It was shut down, or this process may open no more files for now.
-                if ended or error.errno not in _SHORTAGES:
-                    return
-                time.sleep(_SHORTAGE_S)
-                continue
-            # OSError: who has asked has left.
-            with connection, lock, contextlib.suppress(OSError):
-                if _user_of(connection) == os.getuid():
-                    numbers = struct.pack(f"{len(kept)}q", *kept)
-                    socket.send_fds(connection, [numbers], list(kept.values()))
-
     owner = os.getpid()
-    ended = False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(name)
         listener.listen(_BACKLOG)
-        thread = Thread(target=serve, daemon=True, name="epmoe-sockets")
+        server = _Server(listener, kept, lock)
+        thread = Thread(target=server.serve, daemon=True, name="epmoe-sockets")
         try:
             start_thread(thread)
             yield listener
         finally:
             # A fork has closed its copy, and leaves this one open.
             if os.getpid() == owner:
-                ended = True
+                server.ended = True
                 listener.shutdown(socket.SHUT_RDWR)
                 # A signal handler may have raised before the thread had started.
                 if thread.is_alive():

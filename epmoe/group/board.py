@@ -218,16 +218,8 @@ class Meeting:
         """Make the default process group anew. Raises RuntimeError once the attempt fails, or a
         member is lost.
         """
-        deadline = time.monotonic() + timeout_s
-
         size = len(decision.members)
-
-        def look() -> None:
-            if self.outcome() == FAILED:
-                raise RuntimeError(self.why_failed(size))
-            if self.anybody_lost(decision) or time.monotonic() > deadline:
-                raise RuntimeError(_GONE)
-
+        look = partial(self._check_attempt, decision, time.monotonic() + timeout_s)
         leave_group()
         # Nobody connects before all members are about to: each connects at once then.
         board = self.board
@@ -238,13 +230,13 @@ class Meeting:
 
         # torch also counts groups that failed, and their number must be the same on all ranks.
         _world.group_count = 0
-        # While torch waits in the store, deaths are seen.
+        # While torch waits in the store, `look` sees deaths.
         store = self.root.store
         assert isinstance(store, OutlivingStore)
         _kept[:] = [store]
         store.look = look
 
-        # gloo looks at no death while it connects, and takes several of its timeouts for a member
+        # While gloo connects it notices no death, and waits several of its timeouts for a member
         # that has ended. So the first attempts are short, and the next ones give slow members time.
         attempt = int(self.name.rpartition("/")[2])
         connect_s = min(timeout_s, decision.last_call_s, _CONNECT_S * 2**attempt)
@@ -252,6 +244,13 @@ class Meeting:
         make = partial(dist.init_process_group, backend, store=group, rank=rank, world_size=size)
         connected(make, connect_s, timeout_s)
         store.look = None
+
+    def _check_attempt(self, decision: Decision, deadline: float) -> None:
+        """Raise RuntimeError if the attempt has failed, a member is lost or time is over."""
+        if self.outcome() == FAILED:
+            raise RuntimeError(self.why_failed(len(decision.members)))
+        if self.anybody_lost(decision) or time.monotonic() > deadline:
+            raise RuntimeError(_GONE)
 
     def confirm(
         self, decision: Decision, rank: int, timeout_s: float, missing: Callable[[], object]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -279,12 +280,7 @@ def _share(bootstrap: BootstrapConfig, params: MoEEpCommParams, config: EpmoeCon
     settings = {"timeout_s": TIMEOUT_S, **config.exchange, "payload": _payload(params)}
     device = _device(bootstrap)
 
-    def make(ep_size: int) -> _Windows:
-        _check_group(bootstrap, ep_size)
-        return _Windows(
-            ExpertParallel(_config(params, ep_size, settings), bootstrap.process_group, device)
-        )
-
+    make = partial(_open_windows, bootstrap, params, settings, device)
     sizes = (
         params.num_experts,
         params.top_k,
@@ -294,6 +290,19 @@ def _share(bootstrap: BootstrapConfig, params: MoEEpCommParams, config: EpmoeCon
         tuple(sorted(settings.items())),
     )
     return _session.share(sizes, bootstrap.process_group, device, make)
+
+
+def _open_windows(
+    bootstrap: BootstrapConfig,
+    params: MoEEpCommParams,
+    settings: dict[str, Any],
+    device: torch.device,
+    ep_size: int,
+) -> _Windows:
+    """Make the windows of layers with these sizes. Collective."""
+    _check_group(bootstrap, ep_size)
+    config = _config(params, ep_size, settings)
+    return _Windows(ExpertParallel(config, bootstrap.process_group, device))
 
 
 def _payload(params: MoEEpCommParams) -> PayloadName:

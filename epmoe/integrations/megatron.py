@@ -15,6 +15,7 @@ import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,6 +67,34 @@ def exchanged(mlp: Any) -> Any:
     if isinstance(mlp, functools.partial) and mlp.func is MoELayer:
         return functools.partial(EpmoeMoELayer, *mlp.args, **mlp.keywords)
     raise TypeError(f"`mlp` must be a ModuleSpec or a partial of Megatron's MoELayer, got {mlp!r}")
+
+
+def _open_windows(
+    tp_ep_group: dist.ProcessGroup,
+    hidden_states: Tensor,
+    shapes: tuple[int, int, int, torch.dtype],
+    ep_size: int,
+) -> ExpertParallel:
+    """Make the windows of layers with these shapes: E, K, H and the dtype. Collective."""
+    # The exchange needs a CPU backend, which Megatron's group may lack.
+    ranks = dist.get_process_group_ranks(tp_ep_group)
+    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    # Room for the longest batch of a rank now.
+    tokens = hidden_states.shape[:-1].numel()
+    most = torch.tensor(max(tokens, 1))
+    dist.all_reduce(most, dist.ReduceOp.MAX, group)
+    sections = {
+        "capacity": {"max_num_tokens_per_rank": int(most)},
+        "exchange": TRAINING_DEADLINES,
+    }
+    config = make_config(*shapes, ep_size, sections, from_environment=True)
+    ep = ExpertParallel(config, group, hidden_states.device)
+    plan = ep.memory_plan()
+    logger.info(
+        f"epmoe {__version__} carries the tokens of Megatron's MoE layers: window "
+        f"{plan.window_bytes:,} bytes, scratch {plan.scratch_bytes:,} bytes; {ep}"
+    )
+    return ep
 
 
 class EpmoeTokenDispatcher(MoETokenDispatcher):
@@ -216,33 +245,11 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
         """
         if self._exchange is not None:
             return self._exchange
-        T = hidden_states.shape[:-1].numel()
-        dtype = hidden_states.dtype
-        device = hidden_states.device
         E = self.config.num_moe_experts * self.tp_size
         K = self.config.moe_router_topk * self.tp_size
-
-        def make(ep_size: int) -> ExpertParallel:
-            # The exchange needs a CPU backend, which Megatron's group may lack.
-            ranks = dist.get_process_group_ranks(self.tp_ep_group)
-            group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-            # Room for the longest batch of a rank now.
-            most = torch.tensor(max(T, 1))
-            dist.all_reduce(most, dist.ReduceOp.MAX, group)
-            sections = {
-                "capacity": {"max_num_tokens_per_rank": int(most)},
-                "exchange": TRAINING_DEADLINES,
-            }
-            config = make_config(E, K, H, dtype, ep_size, sections, from_environment=True)
-            ep = ExpertParallel(config, group, device)
-            plan = ep.memory_plan()
-            logger.info(
-                f"epmoe {__version__} carries the tokens of Megatron's MoE layers: window "
-                f"{plan.window_bytes:,} bytes, scratch {plan.scratch_bytes:,} bytes; {ep}"
-            )
-            return ep
-
-        ep = _session.share((E, K, H, dtype), self.tp_ep_group, device, make)
+        shapes = (E, K, H, hidden_states.dtype)
+        make = partial(_open_windows, self.tp_ep_group, hidden_states, shapes)
+        ep = _session.share(shapes, self.tp_ep_group, hidden_states.device, make)
         self._exchange = TrainingExchange(ep)
         self._tag = ep.new_tag()
         return self._exchange

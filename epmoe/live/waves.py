@@ -67,7 +67,10 @@ def plan_waves(before: Tensor, after: Tensor, slots_per_rank: int) -> list[Wave]
     after = after.clone()
     waves = list[Wave]()
     detours = [set[int]() for _ in before]
-    while layers := (now != after).any(dim=1).nonzero().flatten().tolist():
+    while True:
+        layers = (now != after).any(dim=1).nonzero().flatten().tolist()
+        if not layers:
+            return waves
         # Layers need not wait for one another: a wave has moves of all of them.
         moves = list[SlotMove]()
         for i in layers:
@@ -76,14 +79,12 @@ def plan_waves(before: Tensor, after: Tensor, slots_per_rank: int) -> list[Wave]
             now[move.layer, move.slot] = move.expert
         # Only empty slots differ from here on: the last wave leaves them.
         if not moves:
-            now = after.clone()
             last_moves = waves.pop().moves if waves else []
-            waves.append(Wave(last_moves, now))
-            break
+            waves.append(Wave(last_moves, after.clone()))
+            return waves
         waves.append(Wave(moves, now.clone()))
         if len(waves) > 4 * now.shape[1]:
             raise ValueError(_NO_ROOM)
-    return waves
 
 
 def _wave_of(layer: int, now: Tensor, after: Tensor, S: int, detours: set[int]) -> list[SlotMove]:
@@ -137,7 +138,7 @@ class _LayerWave:
         # Slots that the wave overwrites, and slots that it reads.
         self._taken = set[int]()
         self._sources = set[int]()
-        # By rank: the moves that it sends.
+        # The number of moves that each rank sends.
         self._pushes: dict[int, int] = {}
 
     def may_overwrite(self, slot: int, copies_left: int = 1) -> bool:
@@ -153,7 +154,7 @@ class _LayerWave:
         if overwritten != EMPTY:
             self._holders[overwritten].discard(slot)
 
-        # Of equal ranks take the lowest slot.
+        # Among ranks that send as little, take the lowest slot.
         sources = sorted(self._holders[expert] - self._taken)
         source = min(sources, key=lambda slot: self._pushes.get(slot // self._S, 0))
         rank = source // self._S

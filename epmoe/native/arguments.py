@@ -43,20 +43,27 @@ def check_tensor(
     shape: Sequence[int | str],
     device: torch.device | None = None,
 ) -> None:
-    """Check for a tensor of one of `dtypes` and of `shape`, in which a letter stands for any size.
+    """Check that a value is a tensor of one of `dtypes` and of `shape`. A letter in `shape` stands
+    for any size.
 
     Raises TypeError for another type or dtype, and ValueError for another shape or device.
     """
     if not isinstance(value, Tensor) or value.dtype not in dtypes:
         raise TypeError(_must_be(name, dtypes, shape, value))
-    if len(value.shape) != len(shape) or any(
-        got != want
-        for got, want in zip(value.shape, shape, strict=True)
-        if not isinstance(want, str)
-    ):
+    if not _has_shape(value, shape):
         raise ValueError(_must_be(name, dtypes, shape, value))
     if device is not None and value.device != device:
         raise ValueError(f"`{name}` must be on {device}, got {value.device}")
+
+
+def _has_shape(value: Tensor, shape: Sequence[int | str]) -> bool:
+    """Whether a tensor has a shape, in which a letter stands for any size."""
+    if len(value.shape) != len(shape):
+        return False
+    for size, wanted in zip(value.shape, shape, strict=True):
+        if not isinstance(wanted, str) and size != wanted:
+            return False
+    return True
 
 
 def check_number(name: str, value: float) -> None:
@@ -80,17 +87,20 @@ def wants_gradients(inputs: Iterable[Tensor]) -> bool:
 
 
 def refuse_tangents(*inputs: object) -> None:
-    """Raises RuntimeError if forward-mode AD asks for derivatives of what is computed from these,
-    which would be 0, and within a transform of torch.func, whose tensors end with it.
+    """Raise RuntimeError if forward-mode AD wants derivatives through these tensors, which would be
+    0, or if a transform of torch.func has made them, which end with it.
     """
-    transforms = (
+    is_refused = False
+    if (
         not torch.compiler.is_compiling()
         and torch._C._functorch.peek_interpreter_stack() is not None
-    )
-    of_call = inputs if forward_ad._current_level >= 0 and not transforms else ()
-    if transforms or any(
-        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in of_call
     ):
+        is_refused = True
+    elif forward_ad._current_level >= 0:
+        for value in inputs:
+            if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+                is_refused = True
+    if is_refused:
         raise RuntimeError(
             "epmoe has no forward-mode derivatives, and runs under no transform of torch.func: use "
             "backward() or torch.autograd.grad"
@@ -98,7 +108,7 @@ def refuse_tangents(*inputs: object) -> None:
 
 
 def check_forward_only(*inputs: Tensor) -> None:
-    """Raises RuntimeError if autograd would need a backward, which no stage has."""
+    """Raise RuntimeError if autograd would need a backward, which no stage has."""
     if wants_gradients(inputs):
         raise RuntimeError(
             "epmoe is forward only, but an input requires grad: run under torch.inference_mode() "
@@ -128,7 +138,7 @@ def aligned_rows(x: Tensor) -> Tensor:
 def token_count(
     num_tokens: int | Tensor | None, num_rows: int, device: torch.device
 ) -> tuple[Tensor | None, int]:
-    """`num_tokens` as the operators take it: a scalar tensor or None, and a number of rows, by
+    """Convert `num_tokens` for the operators: a scalar tensor or None, and a number of rows, by
     default all.
 
     Raises TypeError for anything but an int or an int32 tensor of one element, and ValueError for

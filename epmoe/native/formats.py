@@ -69,16 +69,12 @@ class WireFormat:
         return self.num_scales(D) * self.scale.itemsize if self.scale else 0
 
 
-WIRE_FORMATS = {
-    each.name: each
-    for each in (
-        WireFormat("auto", 0, None, 0, None, 0),
-        WireFormat("fp8", 1, torch.float8_e4m3fn, 8, torch.float32, SCALE_BLOCK),
-        WireFormat(
-            "packed_fp8", 2, torch.float8_e4m3fn, 8, torch.float32, SCALE_BLOCK, packed=True
-        ),
-    )
-}
+_FORMATS = (
+    WireFormat("auto", 0, None, 0, None, 0),
+    WireFormat("fp8", 1, torch.float8_e4m3fn, 8, torch.float32, SCALE_BLOCK),
+    WireFormat("packed_fp8", 2, torch.float8_e4m3fn, 8, torch.float32, SCALE_BLOCK, packed=True),
+)
+WIRE_FORMATS = {each.name: each for each in _FORMATS}
 """The formats by their names."""
 
 TRAINING_FORMATS = {"auto": WIRE_FORMATS["auto"], "fp8": WIRE_FORMATS["packed_fp8"]}

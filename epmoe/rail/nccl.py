@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ctypes import Array, Structure, c_int64
+from dataclasses import dataclass
 from datetime import timedelta
 from threading import Event, Lock, Thread
 from typing import Any, ClassVar
@@ -46,8 +47,8 @@ _making = Lock()  # another group of ours is not made between the two values
 
 
 def words_of(shown: Tensor) -> tuple[Array[c_int64], Structure]:
-    """What the GPU and the host write for each other, in int64 [7]: transfers out that have started
-    and that have ended, those back, and a `RailStop` of csrc/rail.h.
+    """View int64 [7] as the words that the GPU and the host write for each other: transfers out
+    that have started and that have ended, those back, and a `RailStop` of csrc/rail.h.
     """
     counts = (c_int64 * 4).from_address(shown.data_ptr())
     return counts, struct("RailStop").from_address(shown[4:].data_ptr())
@@ -113,6 +114,7 @@ class NcclRail:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
 
     def start(self, transfer: Transfer) -> None:
+        """Queue a transfer, between two marks."""
         if self._told.cut or self._ending is not None:
             raise RailError("the rail is closed")
         begin, end = self._marks[transfer.returning]
@@ -184,8 +186,8 @@ class NcclRail:
 
     def _end(self, *calls: Callable[[], None], enough: Callable[[], bool] = lambda: False) -> None:
         """End NCCL's work, once, on a thread: it waits for CUDA graphs that hold its kernels.
-        Returns after `_END_S`, or where it is `enough`. The destructor of the group, on any thread,
-        then ends nothing.
+        Returns after `_END_S`, or once that is `enough`. Then the destructor of the group, on any
+        thread, ends nothing.
         """
         try:
             until = time.monotonic() + _END_S
@@ -211,8 +213,8 @@ def _first_that_works(*calls: Callable[[], None]) -> None:
 
 
 def nccl_group(name: str, rank: int, size: int) -> Any:
-    """A group of a name that no other group has had; see `gloo_group`. It connects at its first
-    transfer.
+    """Make a group of a name that no other group has had; see `gloo_group`. It connects at its
+    first transfer.
 
     What another thread may see of the variable: a group of the program's that it makes in this
     moment, of some microseconds, has no watchdog. It may read any variable meanwhile: this one
@@ -230,28 +232,44 @@ def nccl_group(name: str, rank: int, size: int) -> Any:
             os.environ[_NO_WATCHDOG] = before
 
 
+@dataclass
+class _Progress:
+    """Transfers of one direction at the last look."""
+
+    started: int = 0
+    ended: int = 0
+    since: float = 0.0
+    """when a look has last found a change"""
+
+    def has_changed(self, started: int, ended: int) -> bool:
+        """Keep these counts. Returns whether they differ from those of the last look."""
+        is_same = started == self.started and ended == self.ended
+        self.started = started
+        self.ended = ended
+        return not is_same
+
+
 def _watch(
     on_late: WeakMethod[Callable[[], None]], shown: Tensor, deadlines: Deadlines, closed: Event
 ) -> None:
-    """The thread. It ends with the exchange, and must not keep it alive; `shown` keeps the words
-    alive.
+    """Watch transfers on a thread, and call `on_late` once one is late.
+
+    The thread ends with the exchange, and must not keep it alive. `shown` keeps the words alive.
     """
     counts, told = words_of(shown)
-    # Of transfers out, and of those back: the counts at the last look, and since when they are so.
-    seen = [[0, 0], [0, 0]]
-    since = [0.0, 0.0]
+    # Transfers out, then those back.
+    directions = (_Progress(), _Progress())
     while not closed.wait(_LOOK_S):
         now = time.monotonic()
         is_late = bool(told.wanted)
-        for back in (False, True):
-            started, ended = counts_now = counts[2 * back : 2 * back + 2]
-            if counts_now != seen[back]:
-                seen[back] = counts_now
-                since[back] = now
+        for number, progress in enumerate(directions):
+            started, ended = counts[2 * number : 2 * number + 2]
+            if progress.has_changed(started, ended):
+                progress.since = now
             elif started != ended:
                 # Until the first transfer back has ended, this is the first round.
-                deadline_s = deadlines.wait_s(returning=back, first=not counts[3])
-                is_late |= now - since[back] > deadline_s
+                deadline_s = deadlines.wait_s(returning=number == 1, first=not counts[3])
+                is_late |= now - progress.since > deadline_s
         # Held for as short as possible: the exchange must be able to go.
         call = on_late()
         if call is None:

@@ -102,21 +102,21 @@ class Network:
         rows = [int(rank != self.rank) for rank in range(len(self.global_ranks))]
         sent = torch.full((sum(rows),), number, device="cpu")
         transfer = Transfer(sent, torch.zeros_like(sent), rows, rows)
+        return partial(self._await_largest, number, transfer)
 
-        def wait() -> int:
-            try:
-                if not transfer.started:
-                    self.control.start(transfer)
-                self.control.wait(transfer, self.look_at_node)
-            except RailError:
-                self.fail(self.control.missing([]))
-            except EPTimeoutError as error:
-                # It names more ranks: the others are to name them, too.
-                self.control.missing(error.missing_ranks)
-                raise
-            return max(number, int(transfer.received.max()))
-
-        return wait
+    def _await_largest(self, number: int, transfer: Transfer) -> int:
+        """Run the transfer of `largest`. Returns the largest number."""
+        try:
+            if not transfer.started:
+                self.control.start(transfer)
+            self.control.wait(transfer, self.look_at_node)
+        except RailError:
+            self.fail(self.control.missing([]))
+        except EPTimeoutError as error:
+            # It names more ranks: the others are to name them, too.
+            self.control.missing(error.missing_ranks)
+            raise
+        return max(number, int(transfer.received.max()))
 
     def check(self) -> None:
         """Raise what was reported so far."""

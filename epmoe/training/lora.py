@@ -16,7 +16,7 @@ from epmoe.training.models import former_factors
 
 
 def spread_adapters(model: nn.Module) -> nn.Module:
-    """Make DTensors of the factors that PEFT has for `target_parameters` which are DTensors.
+    """Make DTensors of the factors that PEFT has for `target_parameters`, if these are DTensors.
     Collective.
 
     It comes after `get_peft_model` or `PeftModel.from_pretrained`, and before DDP, FSDP and the
@@ -38,7 +38,7 @@ def spread_adapters(model: nn.Module) -> nn.Module:
 
     wrapper: Any
     for wrapper in model.modules():
-        # PEFT's wrappers of parameters, as against those of modules, name their parameter.
+        # PEFT's wrappers of parameters name their parameter; those of modules do not.
         if not (hasattr(wrapper, "lora_A") and hasattr(wrapper, "parameter_name")):
             continue
         weight = wrapper.get_param()
@@ -46,19 +46,20 @@ def spread_adapters(model: nn.Module) -> nn.Module:
             continue
 
         # Factors can follow a weight that is split by experts alone, into equal parts.
-        sharded = [
-            (place, ranks)
-            for place, ranks in zip(weight.placements, weight.device_mesh.shape, strict=True)
-            if not place.is_replicate()
-        ]
-        if [place for place, _ in sharded] != [Shard(0)] or weight.shape[0] % sharded[0][1]:
+        fits = False
+        sharded = [dim for dim, place in enumerate(weight.placements) if not place.is_replicate()]
+        if len(sharded) == 1:
+            [dim] = sharded
+            is_equal = weight.shape[0] % weight.device_mesh.shape[dim] == 0
+            fits = is_equal and weight.placements[dim] == Shard(0)
+        if not fits:
             raise ValueError(
                 f"`{wrapper.parameter_name}` {list(weight.shape)} must be split evenly, and by "
                 f"experts alone, for adapters of PEFT, got {weight.placements} over "
                 f"{tuple(weight.device_mesh.shape)} ranks"
             )
 
-        # Both factors of all adapters, of which the first rank's go to the ranks.
+        # Spread both factors of all adapters. All ranks get those of the first rank.
         for linear in (*wrapper.lora_A.values(), *wrapper.lora_B.values()):
             factor = linear.weight
             if hasattr(factor, "device_mesh"):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -109,24 +109,38 @@ def computation(
     # Blocks of rows are for the GEMMs of serving.
     aligned = not trains and stage.alignment > 1
 
-    def outputs(arrived: Arrived) -> Tensor:
-        rows = arrived.rows
-        scales = arrived.scales
-        segments = arrived.segments
-        if gating is None:
-            out = _by_parts(experts, weights, arrived.plain(), segments.offsets, stage.trained)
-        elif trains:
-            out = stage.train(weights, rows.to(weights.dtype), None, segments)
-        else:
-            # fp8 rows stay as they are; a GEMM takes all others in the dtype of the weights.
-            if scales is None:
-                rows = rows.to(weights.dtype)
-            out = stage.serve(weights, rows, scales, segments)
-        if getattr(experts, "has_post_expert_norm", False):
-            out = experts.post_expert_norm(out)
-        return out.to(arrived.dtype)
+    of_rank = _ExpertsOfRank(experts, weights, stage, gating is not None, trains)
+    return Computation(of_rank.compute, aligned, trains)
 
-    return Computation(outputs, aligned, trains)
+
+class _ExpertsOfRank(NamedTuple):
+    """The experts of a module that this rank holds, in one call."""
+
+    experts: Any
+    """the module"""
+    weights: Weights
+    stage: Stage
+    is_swiglu: bool
+    """otherwise the module has a function of its own between the products"""
+    trains: bool
+
+    def compute(self, arrived: Arrived) -> Tensor:
+        """Rows of a round → outputs."""
+        weights = self.weights
+        segments = arrived.segments
+        if not self.is_swiglu:
+            rows = arrived.plain()
+            out = _by_parts(self.experts, weights, rows, segments.offsets, self.stage.trained)
+        elif self.trains:
+            out = self.stage.train(weights, arrived.rows.to(weights.dtype), None, segments)
+        elif arrived.scales is None:
+            out = self.stage.serve(weights, arrived.rows.to(weights.dtype), None, segments)
+        else:
+            # fp8 rows stay as they are.
+            out = self.stage.serve(weights, arrived.rows, arrived.scales, segments)
+        if getattr(self.experts, "has_post_expert_norm", False):
+            out = self.experts.post_expert_norm(out)
+        return out.to(arrived.dtype)
 
 
 def _gating(experts: Any) -> Gating | None:

@@ -244,7 +244,7 @@ class ExpertParallel(HoldsWindows):
         *,
         spread_lost: bool = False,
     ) -> tuple[Move, ...]:
-        """Go on in another group: after a failure without the dead ranks, or between any two rounds
+        """Join another group: after a failure without the dead ranks, or between any two rounds
         with more ranks.
 
         Collective over the new group: every rank resumes, or, if it is new, makes an
@@ -291,7 +291,7 @@ class ExpertParallel(HoldsWindows):
         confirm: Confirm = lambda _: True,
         asleep: _Sleep | None = None,
     ) -> tuple[Move, ...]:
-        """`resume`, within `alone`.
+        """Do what `resume` says, within `alone`.
 
         `confirm` is called once the windows are open, with a function that returns the ranks that
         are missing by then, as a mask. It says whether the group may begin; if it returns False,
@@ -335,7 +335,9 @@ class ExpertParallel(HoldsWindows):
     def _resume_request(
         self, peers: Peers, placement: Placement | None, spread_lost: bool
     ) -> tuple[EPConfig, JoinRequest]:
-        """The config that this rank wants in another group, and what it tells the others there."""
+        """Make the config that this rank wants in another group, and the values that it tells the
+        others there.
+        """
         keeps = placement is None
         config = self.config
         if placement is not None:
@@ -359,8 +361,8 @@ class ExpertParallel(HoldsWindows):
         return config, request
 
     def alone(self, call: Callable[[], _Result]) -> _Result:
-        """Return the result of `call`, during which this thread has the turn. Another thread that
-        calls meanwhile gets the RuntimeError; so does who enters during its call, or in a fork.
+        """Call `call` while this thread has the turn, and return its result. Another thread that
+        calls meanwhile gets the RuntimeError, and so does a call from within it, or in a fork.
 
         A collective call of several steps holds its turn so from its start on, also over windows
         that it opens. A context manager would not do, see `takes_turn`.
@@ -432,7 +434,9 @@ class ExpertParallel(HoldsWindows):
             self._addresses.unmap_scratch()
 
     def _leave(self) -> None:
-        """`close`, but replays find the state of the group in scratch, and do nothing."""
+        """Close as `close` does, but replays then find the state of the group in scratch, and do
+        nothing.
+        """
         # Who is missing, for later calls.
         if self._exchange is not None:
             self.survivors()
@@ -467,7 +471,7 @@ class ExpertParallel(HoldsWindows):
         self.alone(partial(self._sleep, free))
 
     def _sleep(self, free: Callable[[], object] | None) -> None:
-        """`sleep`, within `alone`."""
+        """Do what `sleep` says, within `alone`."""
         # Nothing runs any more, and nothing was reported.
         exchange = self.exchange
         if exchange.rounds.state != CLOSED:
@@ -494,7 +498,7 @@ class ExpertParallel(HoldsWindows):
                 self._unmap_scratch()
 
     def wake(self, restore: Callable[[], object] = lambda: None) -> None:
-        """Go on after `sleep`, in the same group: windows are mapped where they were, and cleared.
+        """Wake after `sleep`, in the same group: windows are mapped where they were, and cleared.
         Collective.
 
         CUDA graphs of the group are valid; `restore` puts weights that have gone where they were.
@@ -511,7 +515,7 @@ class ExpertParallel(HoldsWindows):
         self.alone(partial(self._wake, self._asleep, restore))
 
     def _wake(self, sleep: _Sleep, restore: Callable[[], object]) -> None:
-        """`wake`, within `alone`."""
+        """Do what `wake` says, within `alone`."""
         # All ranks open the windows, unless an earlier call has, and was interrupted behind it.
         if not sleep.is_joined:
             has_weights = self._has_weights
@@ -603,8 +607,8 @@ class ExpertParallel(HoldsWindows):
     def route(
         self, logits: Tensor, bias: Tensor | None = None, num_tokens: int | Tensor | None = None
     ) -> Routing:
-        """`epmoe.route` with the config's routing: logits [T, E] → ids int32 [T, K], weights fp32
-        [T, K].
+        """Choose experts by `epmoe.route` with the config's routing: logits [T, E] → ids int32 [T,
+        K], weights fp32 [T, K].
 
         Raises ValueError without `bias` where `routing.selection_bias` is set.
         """
@@ -732,8 +736,8 @@ class ExpertParallel(HoldsWindows):
         aligned: bool = False,
         extra: Tensor | None = None,
     ) -> Sent:
-        """The send phase of `dispatch`, with its arguments and errors: sends, and waits for no rank
-        (see `abort`).
+        """Send the rows of `dispatch`, with its arguments and errors, and wait for no rank (see
+        `abort`).
 
         Returns the open round, for `dispatch_recv`. No argument, `num_tokens` included, may be
         overwritten before `dispatch_recv` has returned.
@@ -765,7 +769,7 @@ class ExpertParallel(HoldsWindows):
     def combine(
         self, expert_rows: Tensor, dispatched: Dispatched, *, out: Tensor | None = None
     ) -> Tensor:
-        """The weighted sum over each token's experts, from expert-major outputs. Collective.
+        """Sum the expert-major outputs of each token's experts, weighted. Collective.
 
         The sum is fp32, over ranks in rank order: bitwise the same on every run. Padded rows of y
         are zeros.
@@ -790,8 +794,8 @@ class ExpertParallel(HoldsWindows):
     def combine_partial(
         self, partial: Tensor, dispatched: Dispatched, *, out: Tensor | None = None
     ) -> Tensor:
-        """`combine` for layout="rank": from rows that a fused MoE has already weighted and summed
-        over this rank's experts. Collective. Errors are those of `combine`.
+        """Sum rows that a fused MoE has already weighted and summed over this rank's experts:
+        `combine` for layout="rank". Collective. Errors are those of `combine`.
 
         Args:
             partial: [R, M, D] in the dtype of x, in the slots of `dispatched.recv`. Slots past
@@ -898,8 +902,8 @@ class ExpertParallel(HoldsWindows):
             self.skip(shape(), tag=tag)
 
     def at_most(self, tokens: int | None) -> AbstractContextManager[None]:
-        """Within it no rank brings more tokens to a round: slabs for other nodes have so many rows,
-        and no more. On one node it chooses the GEMM: a rank with few tokens cannot know that
+        """Within this context no rank brings more tokens to a round. Slabs for other nodes then
+        have so many rows. On one node it chooses the GEMM: a rank with few tokens cannot know that
         another brings many.
 
         All ranks say the same number, from 0 on. None, as without it: `capacity.max_rows_per_node`,
@@ -1144,7 +1148,7 @@ class ExpertParallel(HoldsWindows):
     def _agree(
         self, peers: Peers, config: EPConfig, request: JoinRequest, agreed: Agreement
     ) -> _Terms:
-        """Settle with all ranks what the group is to be, by what each of them brings. It changes
+        """Agree with all ranks on the group, by the values that each of them brings. It changes
         nothing of this object yet.
         """
         # Slots of a file count as those that this rank holds.
@@ -1173,7 +1177,7 @@ class ExpertParallel(HoldsWindows):
         return _Terms(config, config.place_experts(), slots)
 
     def _become(self, peers: Peers, joined: _Joined, caller: int, asleep: _Sleep | None) -> None:
-        """Be a rank of the group that has opened. `caller` is the thread whose turn it is."""
+        """Become a rank of the group that has opened. `caller` is the thread whose turn it is."""
         agreed = joined.agreed
         terms = joined.terms
         exchange = joined.exchange
@@ -1394,8 +1398,8 @@ def resize(
 def _hand_over(
     ep: ExpertParallel, size: int, balancer: Balancer | None, weights: SlotWeights | None
 ) -> None:
-    """Experts that only ranks from `size` on hold move to the others, as far as these
-    have slots.
+    """Move experts that only ranks from `size` on hold to the other ranks, as far as these have
+    slots.
     """
     # Others may have come further after a timeout: the group changes all the same.
     with suppress(EPTimeoutError):
@@ -1431,7 +1435,7 @@ def _end_moves(ep: ExpertParallel, balancer: Balancer | None) -> list[EPRefusedE
 
 
 def _handed_over(ep: ExpertParallel, size: int) -> Tensor | None:
-    """[layers, P]: the table in which ranks below `size` hold all experts; None where they do
+    """Make the table [layers, P] in which ranks below `size` hold all experts; None if they do
     already, or have too few slots.
     """
     slots = ep.slots

@@ -117,6 +117,8 @@ class Contest:
     def layers(
         self, case: WholeLayer, precision: str, time: Callable[[Side], _T]
     ) -> Iterator[tuple[str, _T]]:
+        """Time the layer of each peer, and check its outputs."""
+
         def checked(name: str, run: Callable[[], Tensor]) -> Side:
             poison([run()])
             case.check_output(name, run())

@@ -37,7 +37,7 @@ _Result = TypeVar("_Result")
 
 
 def takes_turn(call: Callable[_P, _Result]) -> Callable[_P, _Result]:
-    """Decorates a method of an exchange, whose arguments come by position: no other thread is in a
+    """Decorate a method of an exchange, whose arguments come by position: no other thread is in a
     call meanwhile.
 
     It costs a call 0.07 µs. A context manager of Python would leave a gap, in which a signal
@@ -60,7 +60,7 @@ def takes_turn(call: Callable[_P, _Result]) -> Callable[_P, _Result]:
 def takes_turn_of_exchange(
     call: Callable[Concatenate[Any, _P], _Result],
 ) -> Callable[Concatenate[Any, _P], _Result]:
-    """Decorates a method of an object that has an `exchange`: no other thread is in a call of it
+    """Decorate a method of an object that has an `exchange`: no other thread is in a call of it
     meanwhile.
     """
 
@@ -224,8 +224,8 @@ class Exchange(ABC):
             rounds.progress.more_rounds = 0
 
     def enter(self) -> int:
-        """The start of a call. Its end, also by an exception, sets `thread` to the result: 0, or
-        the caller where a signal handler calls in the middle of another call.
+        """Enter a call. At its end, also by an exception, `thread` is set to the result: 0, or the
+        caller if a signal handler calls in the middle of another call.
 
         Raises RuntimeError during a call of another thread: both would write the same window. A
         thread that has a round open waits for the end of that call instead: a call that is about to
@@ -305,8 +305,8 @@ class Exchange(ABC):
 
     @contextmanager
     def giving_up(self, skip: Callable[[], None] | None = None) -> Iterator[None]:
-        """Within it the caller runs a round. An exception aborts the round, if this thread has
-        opened it.
+        """Run a round within this context. An exception aborts the round, if this thread has opened
+        it.
 
         `skip` takes part in the round where the exception comes earlier. Nothing is raised in place
         of the exception.
@@ -319,8 +319,9 @@ class Exchange(ABC):
             raise
 
     def give_up(self, before: int, skip: Callable[[], None] | None = None) -> None:
-        """What `giving_up` does with an exception, for callers whose every call counts: a context
-        manager costs the host 2 µs. `before` is the count of rounds where the block began.
+        """Give a round up after an exception, as `giving_up` does, for callers whose every call
+        counts: a context manager costs the host 2 µs. `before` is the count of rounds where the
+        block began.
         """
         rounds = self.rounds
         if rounds.opened_after(before):

@@ -65,7 +65,7 @@ class Gpu(Processor):
         ops.load_cuda()
 
     def check(self, config: EPConfig) -> None:
-        """A block needs shared memory."""
+        """Check that a block may have the shared memory that the kernels need."""
         # Ranks own different numbers of experts: the one that needs most counts.
         placement = config.seated.place_experts()
         needed = 0
@@ -142,6 +142,7 @@ class Gpu(Processor):
         return WatchOfGpu(views)
 
     def mark_empty_seats(self, views: Mapping[str, Tensor], empty: list[int]) -> None:
+        """Write the signals of seats without a rank, which kernels then find there."""
         # Words of 8 bytes: an epoch in the low half, which each round takes for its own, and a
         # value in the high half.
         epoch = constant("kEmptySeat")
@@ -195,9 +196,7 @@ class Gpu(Processor):
 
 
 def _check_limits(config: EPConfig) -> None:
-    """Raises ValueError for numbers that kernels do not take, by the key that the caller has
-    set.
-    """
+    """Raise ValueError for numbers that kernels do not take, by the key that the caller has set."""
     ranks = "`topology.max_ranks`" if config.topology.max_ranks else "`topology.ep_size`"
     experts = "`model.num_experts` with copies"
     if config.placement.live:

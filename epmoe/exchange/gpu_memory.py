@@ -106,7 +106,9 @@ class GpuMemory:
         return descriptor.value
 
     def map(self, descriptor: int | None, address: int, nbytes: int, times: int = 1) -> None:
-        """The memory may be another GPU's. Raises RuntimeError if this GPU does not reach it."""
+        """Map memory, perhaps that of another GPU. Raises RuntimeError if this GPU does not reach
+        it.
+        """
         # The memory: new, or that of a descriptor.
         if descriptor is None:
             handle = self._new(nbytes)

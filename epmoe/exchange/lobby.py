@@ -47,8 +47,9 @@ class Lobby:
 
     @classmethod
     def open(cls, peers: Peers, seats: Seats) -> Lobby:
-        """Collective, in a step of `Peers.together`. Raises what `map_windows` does, and
-        RuntimeError where this rank would not see that another one has died.
+        """Make the page of a group, and map it on all ranks. Collective, in a step of
+        `Peers.together`. Raises what `map_windows` does, and RuntimeError if this rank would not
+        see that another one has died.
         """
         nbytes = max(PAGE_BYTES, _LINE_BYTES * (1 + seats.count))
         addresses = Addresses(HostMemory(), Cpu(torch.device("cpu")))
@@ -80,8 +81,8 @@ class Lobby:
         return has_begun
 
     def wait(self, round: int) -> bool:
-        """Sleep until a round has begun, or cannot since a rank has left, for a while at most.
-        Returns whether it has begun.
+        """Sleep until a round has begun, or cannot begin since a rank has left, but only for a
+        while. Returns whether it has begun.
 
         Raises EPStateError in a forked child, which is no rank.
         """

@@ -247,7 +247,7 @@ class NodeExchange(Exchange):
             self._wait_in(lobby, sent.epoch)
 
     def _wait_in(self, lobby: Lobby, epoch: int) -> None:
-        """Wait until a round has begun, or cannot: its own waits then find out why at once.
+        """Wait until a round has begun, or cannot begin. Then its own waits find out why at once.
 
         Python runs signal handlers meanwhile. If these raise, the round has not been opened.
         """
@@ -288,6 +288,7 @@ class NodeExchange(Exchange):
         self.status.aborted = 0
 
     def check(self) -> None:
+        """Raise the errors that a closed round has left."""
         self.lookout.look()
         if not self.status.code:
             return
@@ -321,7 +322,9 @@ class NodeExchange(Exchange):
             super().poll()
 
     def check_rounds(self) -> None:
-        """What it does not raise stays, for an exchange over several nodes."""
+        """Raise errors of rounds. What it does not raise stays, for an exchange over
+        several nodes.
+        """
         overflow = None
         if self._raises_overflow:
             overflow = self.take_overflow()
@@ -407,7 +410,7 @@ class NodeExchange(Exchange):
         )
 
     def release(self, close: Callable[[], None] = lambda: None) -> None:
-        """`close` ends what may write into windows besides kernels, before they are unmapped.
+        """End everything besides kernels that may write into windows, before they are unmapped.
 
         What kernels may still write lives as long as the process, together with `close` and what it
         belongs to. Windows that another thread's call may still use stay mapped until that has
@@ -513,7 +516,7 @@ class NodeExchange(Exchange):
         out: Tensor | None,
         state: int,
     ) -> Tensor:
-        """Call an operator that sends rows and leads to `state`. Returns y, which combine_send
+        """Call an operator that sends rows back and leads to `state`. Returns y, which combine_send
         leaves unwritten.
         """
         y = y_of(dispatched, out, self.device)
@@ -538,9 +541,9 @@ class NodeExchange(Exchange):
         state: int,
         again: Callable[[Any], tuple[OpOverload, tuple[Any, ...]]] | None = None,
     ) -> Any:
-        """Call an operator that leads the round to `state`, and wait on if a signal has interrupted
-        it. Returns what it returns, from which `again` makes the operator and arguments of the
-        wait: by default the same.
+        """Call an operator that leads the round to `state`. If a signal has interrupted it, wait
+        for the rest. Returns what the operator returns; `again` makes of that the operator and
+        arguments of the wait, by default the same ones.
         """
         if monotonic() >= self._look_at["launch"]:
             self.lookout.look(launches=True)
@@ -554,7 +557,7 @@ class NodeExchange(Exchange):
         return found
 
     def _wait_on(self, operator: OpOverload, arguments: tuple[Any, ...], state: int) -> None:
-        """After an operator that should have led the round to `state` and has not.
+        """Wait for the rest of an operator that should have led the round to `state` and has not.
 
         On the CPU an operator interrupts its wait when a signal arrives, and at least every 100 ms,
         so that Python can run its signal handlers. If these raise, the round stays where it is.

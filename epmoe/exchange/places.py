@@ -118,8 +118,8 @@ class HostMemory:
     def _mmap(
         self, address: int | None, nbytes: int, protection: int, flags: int, descriptor: int = -1
     ) -> int:
-        """The address of the new mapping: `address`, or for None one that is free. Raises
-        MemoryError where there is no memory, and OSError for other reasons.
+        """Map memory at `address`, or for None at a free one. Returns the address. Raises
+        MemoryError if there is no memory, and OSError for other reasons.
         """
         if address is not None:
             flags |= _MAP_FIXED
@@ -169,8 +169,8 @@ class Places:
         return self.view(place, nbytes)
 
     def map_unread(self, place: int, nbytes: int) -> Tensor:
-        """Map a small memory again and again, until the place is full: uint8 [nbytes]. What is
-        written is lost.
+        """Fill the place with mappings of one small memory: uint8 [nbytes]. Values that are written
+        there are lost.
         """
         begin = self._begin + place * self.stride
         piece = round_up(_UNREAD_BYTES, self._memory.granule)

@@ -217,8 +217,8 @@ class WatchOfGpu:
 
 
 class Marks:
-    """Looks whether kernels begin, by copies of the state on streams and past them. It waits for
-    none.
+    """Marks in streams, by which a host sees whether kernels begin. They are copies of the state on
+    streams and past them. It waits for none.
 
     `before_launch` are two: the second one is for a look that does not see whether the first one's
     kernel has begun.

@@ -50,7 +50,7 @@ def recover(
     timeout_s: float = 300.0,
     backend: str = "gloo",
 ) -> None:
-    """Go on with the ranks that live: agree on a group, `resume` in it, and load what moved.
+    """Continue with the ranks that live: agree on a group, `resume` in it, and load what moved.
 
     Every rank calls it after an EPTimeoutError, once it has left the `except` block; or all ranks
     between two rounds, to take in new ones, which call `join_group`. A rank is left out only if its
@@ -131,7 +131,7 @@ class Wanted:
 def regroup(
     ep: Member, store: Store, load_weights: Callable[[tuple[Move, ...]], object], wanted: Wanted
 ) -> bool:
-    """What `recover` does; see there. Returns whether this rank is in the group. One that `leaves`
+    """Do what `recover` says. Returns whether this rank is in the group. A rank that `leaves`
     closes `ep`.
     """
     deadline = time.monotonic() + wanted.timeout_s
@@ -195,7 +195,9 @@ def _timeout(message: str, cause: BaseException | None) -> TimeoutError:
 
 
 class Seen(NamedTuple):
-    """What a rank has seen of a meeting by now. New ranks are `-1 - arrival`, as in a Decision."""
+    """The state of a meeting as a rank has seen it. New ranks are `-1 - arrival`, as in a
+    Decision.
+    """
 
     came: list[int]
     """former ranks that go on, in rank order"""
@@ -239,7 +241,8 @@ def decide(seen: Seen, size: int, wanted: Wanted, waited_s: float) -> list[int] 
 def _meet(
     meeting: Meeting, ep: Member, wanted: Wanted, deadline: float, before: Decision | None
 ) -> Decision | None:
-    """Meet the other ranks. The first to see that all are there, or lost, decides; the rest reads.
+    """Meet the other ranks. The first rank that sees that all are there, or lost, decides; the
+    others read its decision.
 
     `before` is the decision of the last attempt, whose group did not form. Returns None where this
     rank leaves and nobody stays who could decide.
@@ -359,8 +362,8 @@ def _enter(
     backend: str,
     open_: Callable[[Confirm], _Entered],
 ) -> _Entered:
-    """Get into the group: what `open_` returns in its process group. Raises _AttemptError, with its
-    cause, where this attempt has failed and another may succeed.
+    """Get into the group. Returns what `open_` returns in its process group. Raises _AttemptError,
+    with its cause, if this attempt has failed and another may succeed.
 
     Whatever it raises, a signal handler's error too, fails the attempt for all. They must not wait
     for this rank then: it leaves the process group, which ends with the exception at last.

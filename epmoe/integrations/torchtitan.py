@@ -36,7 +36,7 @@ _exchanges: WeakValueDictionary[tuple[object, ...], TrainingExchange] = WeakValu
 
 
 class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
-    """dispatch and combine of torchtitan's routed experts. Scores apply in combine, in fp32.
+    """Dispatch and combine of torchtitan's routed experts. Scores apply in combine, in fp32.
 
     Raises ValueError if a size is missing, or the experts do not divide by the ranks.
     """

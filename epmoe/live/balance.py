@@ -63,7 +63,7 @@ def balance(
     goal: float = GOAL,
     most_copies: int | None = None,
 ) -> Plan:
-    """Few moves that bring the busiest rank of each layer near the mean.
+    """Plan few moves that bring the busiest rank of each layer near the mean.
 
     A greedy search makes moves until the goal is reached or no more are worthwhile. Each step
     copies an expert of a busy rank into a slot that is empty, or whose expert has another copy; or
@@ -102,8 +102,8 @@ def balance(
 
 
 def shares_of(loads: Tensor, slots: Tensor, ep_size: int) -> Tensor:
-    """The part of its expert's load that each slot takes when rank loads are as equal as they can
-    be.
+    """Compute the part of its expert's load that each slot takes if rank loads are as equal as they
+    can be.
 
     The load of the busiest rank is the least possible, then that of the next one, and so on: the
     lexicographically optimal base of Fujishige (1980), to 1e-6 of the mean. Copies of an expert

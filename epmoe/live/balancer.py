@@ -54,7 +54,7 @@ class _Missing(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a plan has changed."""
+    """The change that a plan has made."""
 
     tick: int
     """of the group"""
@@ -153,8 +153,8 @@ class Balancer:
 
     @takes_turn_of_exchange
     def tick(self) -> None:
-        """One step, between two rounds, on their stream. It polls, and waits for no rank and for no
-        kernel.
+        """Take one step, between two rounds, on their stream. It polls, and waits for no rank and
+        for no kernel.
 
         Raises what `ExpertParallel.poll` does, except EPRefusedError, and what `weights` and
         `policy` raise.
@@ -304,7 +304,7 @@ class Balancer:
             self._plan()
 
     def _count_stalls(self) -> None:
-        """Count, and say, that nothing comes from ranks that are behind."""
+        """Count, and log, that ranks that are behind send nothing."""
         now = time.monotonic()
         # A rank that has sent something, or is not behind any more, begins anew.
         missing: dict[int, _Missing] = {}

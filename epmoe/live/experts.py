@@ -45,8 +45,7 @@ class _Totals(NamedTuple):
 
 
 class LiveExperts:
-    """The experts of one rank's exchange, with `placement.live`. Whoever calls has entered the
-    exchange.
+    """The experts of one rank's exchange, with `placement.live`. Callers have entered the exchange.
 
     A signal handler may raise in any call, and may call what its main thread is in the middle of.
     So the state changes by assignments with no call between them, and each step does what is left
@@ -513,8 +512,8 @@ class LiveExperts:
         return self.mail.upload(in_seats(by_rank, self._exchange.seats.of_ranks, self._S))
 
     def _put_into_use(self, table: Tensor) -> None:
-        """Copy behind all rounds so far and before those to come, whichever of their streams this
-        is called on.
+        """Copy tables behind all rounds so far and before those to come, whichever stream this is
+        called on.
         """
         streams = self._exchange.streams()
         # The first stream waits for the others, copies, and they wait for it.

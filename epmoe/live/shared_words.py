@@ -21,7 +21,8 @@ _PREFIX = ".words"
 
 
 def shared_words(folder: Path, peers: Any, count: int, value: int) -> Tensor:
-    """int64 [count], `value` each, in memory of all ranks that no file names any more. Collective.
+    """Make words int64 [count], `value` each, in memory of all ranks that no file names any more.
+    Collective.
 
     Raises ValueError if a rank does not see the file of rank 0.
     """

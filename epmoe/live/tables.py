@@ -20,8 +20,8 @@ from epmoe.native import ops
 def tables(
     slots: Tensor, loads: Tensor, source: int, ep_size: int, most_copies: int, width: int
 ) -> Tensor:
-    """The tables of one source rank, int32 [layers, 2, E, width], for few tokens and for many: see
-    csrc/copies.h.
+    """Make the tables of one source rank, int32 [layers, 2, E, width], for few tokens and for many:
+    see csrc/copies.h.
 
     They are for slots int32 [layers, P] and loads float64 [layers, E]. `width` makes them whole
     lines.

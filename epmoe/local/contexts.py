@@ -88,6 +88,7 @@ class _OfTokens:
         self.tokens = 0
 
     def take(self, is_recompute: bool, x: Tensor) -> Routing:
+        """Take the next tokens of each sequence, as many as the call has."""
         sequences, length, _ = self.ids_BTK.shape
         rows = x.shape[:-1].numel()
         if is_recompute and self.tokens * sequences != rows:

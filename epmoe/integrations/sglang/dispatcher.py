@@ -86,8 +86,8 @@ def register_hooks(live: dict[str, Any] | None) -> None:
 def create_dispatcher(
     original: Any, moe_runner_config: Any, quant_method: Any, live: dict[str, Any] | None = None
 ) -> BaseDispatcher:
-    """Around SGLang's factory of dispatchers: ours where SGLang's own is that of DeepEP v2.
-    Collective.
+    """Create a dispatcher in place of SGLang's factory: ours if SGLang would take that of DeepEP
+    v2. Collective.
 
     With `live` experts move. Raises ValueError if the layer needs what epmoe does not have, and
     what `ExpertParallel` raises.
@@ -123,7 +123,9 @@ def _share(
     payload: PayloadName,
     live: dict[str, Any] | None,
 ) -> Balancing:
-    """The exchange of all layers with these shapes. The first call is collective."""
+    """Find the exchange of all layers with these shapes. The first call makes it and is
+    collective.
+    """
     tp_group = get_parallel().tp_group
 
     def make(ep_size: int) -> Balancing:
@@ -147,8 +149,8 @@ def _config(
     payload: PayloadName,
     live: dict[str, Any] | None,
 ) -> EPConfig:
-    """The configuration of such layers. Raises ValueError and ConfigError if SGLang's settings,
-    or variables of the environment, do not fit.
+    """Make the configuration of such layers. Raises ValueError and ConfigError if SGLang's
+    settings, or variables of the environment, do not fit.
     """
     E = layer.num_experts
     K = layer.top_k
@@ -185,8 +187,8 @@ def _config(
 
 
 def _location(layer: Any) -> ExpertLocationMetadata:
-    """Where SGLang loads the experts, logical ones and, by --ep-num-redundant-experts, copies of
-    the first ones: as epmoe begins. Raises ValueError if experts cannot move.
+    """The ranks to which SGLang loads experts: logical ones and, by --ep-num-redundant-experts,
+    copies of the first ones. epmoe begins with the same. Raises ValueError if experts cannot move.
     """
     moe = get_exec().moe
     location = get_global_expert_location_metadata()
@@ -225,8 +227,8 @@ class EpmoeDispatcher(BaseDispatcher):
     def dispatch(
         self, hidden_states: Tensor, topk_output: TopKOutput
     ) -> deepep_v2.DeepEPv2DispatchOutput:
-        """Tokens bf16 [T, D] and their ids and weights [T, K], ids −1 for none → expert-major rows
-        for DeepGEMM.
+        """Send tokens bf16 [T, D] with their ids and weights [T, K], ids −1 for none. Returns
+        expert-major rows for DeepGEMM.
 
         Rows and scales are views of the window, valid until `combine`. Weights are left to
         `combine`.
@@ -259,8 +261,8 @@ class EpmoeDispatcher(BaseDispatcher):
         )
 
     def compute(self, layer: Any, dispatched: deepep_v2.DeepEPv2DispatchOutput) -> CombineInput:
-        """Outputs [n, D] of the open round's rows by `GroupedExperts`, whose memory is that of the
-        layer's weights.
+        """Compute outputs [n, D] of the open round's rows by `GroupedExperts`, whose memory is that
+        of the layer's weights.
 
         Raises ValueError in the first call if they are other experts than those.
         """
@@ -278,7 +280,7 @@ class EpmoeDispatcher(BaseDispatcher):
         return deepep_v2.DeepEPv2CombineInput(outputs, None)
 
     def combine(self, combine_input: CombineInput) -> Tensor:
-        """The weighted sums bf16 [T, D] of the experts' outputs.
+        """Sum the experts' outputs, weighted: bf16 [T, D].
 
         Raises ValueError for a model that weights and sums routes by itself, RuntimeError without a
         dispatch before, and what `ExpertParallel.combine` raises.
@@ -300,8 +302,8 @@ class EpmoeDispatcher(BaseDispatcher):
         return self._balancing.slots(self._tag)
 
     def _most_tokens(self, own: int) -> tuple[int, int | None]:
-        """Most tokens of all ranks together in this call, and of one rank, as far as SGLang's host
-        knows; None: what this rank brings tells it.
+        """The most tokens in this call of all ranks together, and of one rank, if SGLang's host
+        knows them. None: only this rank's tokens are known.
         """
         R = self._ep.size
         M = self._ep.config.capacity.max_num_tokens_per_rank
@@ -328,8 +330,8 @@ def load(
     shard_id: str,
     expert_id: int | None,
 ) -> None:
-    """Around SGLang's loader of an expert's weights: where experts move, into the slots that have
-    this expert.
+    """Load weights of an expert, in place of SGLang's loader. If experts move, they go into the
+    slots that have this expert.
     """
     dispatcher = getattr(layer, "dispatcher", None)
     slots = None
@@ -344,7 +346,9 @@ def load(
 
 
 def _grouped(layer: Any) -> GroupedExperts:
-    """`GroupedExperts` in the memory of a layer's weights. Raises ValueError for other experts."""
+    """Make `GroupedExperts` in the memory of a layer's weights. Raises ValueError for other
+    experts.
+    """
     config = layer.moe_runner_config
     odd = [name for name in _OTHERS if getattr(config, name, None)]
     if hasattr(layer, "w13_weight_bias"):

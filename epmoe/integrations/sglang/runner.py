@@ -44,7 +44,7 @@ def make_runner_core(config: MoeRunnerConfig) -> Any:
 
 
 class EpmoeRunnerCore(DispatchMoeRunnerCore):
-    """`GroupedExperts` over the open round of the layer's dispatcher."""
+    """Runs `GroupedExperts` over the open round of the layer's dispatcher."""
 
     runner_backend = MoeRunnerBackend.DEEP_GEMM
 
@@ -55,7 +55,7 @@ class EpmoeRunnerCore(DispatchMoeRunnerCore):
         runner_config: MoeRunnerConfig,
         hooks: Any = None,
     ) -> CombineInput:
-        """The rows that arrived → outputs [n, D].
+        """Run the experts over the rows that arrived. Returns outputs [n, D].
 
         Raises ValueError for LoRA, for a layer whose tokens epmoe does not carry, and for experts
         that `GroupedExperts` are not.

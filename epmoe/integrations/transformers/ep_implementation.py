@@ -18,7 +18,7 @@ from epmoe.integrations.transformers.settings import share
 
 
 class EpmoeEP(EPImplementation):
-    """Experts spread over `ep_mesh`. The ranks of one `tp_mesh` have the same batch; each sends a
+    """Spreads experts over `ep_mesh`. The ranks of one `tp_mesh` have the same batch; each sends a
     slice of it.
     """
 
@@ -44,6 +44,7 @@ class EpmoeEP(EPImplementation):
     def _forward(
         self, parameters: list[Tensor], x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
     ) -> Tensor:
+        """Run the experts of a module over the ranks, in place of its `forward`."""
         num_experts = self.num_local_experts * self.ep_mesh.size()
         layers = share(x_TD, ids_TK, num_experts, self.ep_mesh.get_group())
         trained = trains(self._module, parameters, x_TD, weights_TK)
@@ -73,8 +74,8 @@ class EpmoeEP(EPImplementation):
         return self._gather(output, num_tokens, slice_tokens, trained)
 
     def _by_pairs(self, arrived: Arrived) -> Tensor:
-        """Outputs by the module's own forward, which takes pairs of a row and an expert, and needs
-        n on the host.
+        """Compute outputs by the module's own forward, which takes pairs of a row and an expert,
+        and needs n on the host.
         """
         rows = arrived.plain()
         offsets = arrived.segments.offsets
@@ -100,8 +101,8 @@ class EpmoeEP(EPImplementation):
         return tensor[start : start + slice_tokens]
 
     def _gather(self, output: Tensor, num_tokens: int, slice_tokens: int, trained: bool) -> Tensor:
-        """The slices of all ranks of `tp_mesh`, [num_tokens, D]. A slice gets its part of the
-        gradient.
+        """Gather the slices of all ranks of `tp_mesh`, [num_tokens, D]. A slice gets its part of
+        the gradient.
         """
         D = output.shape[1]
         if trained:

@@ -80,7 +80,7 @@ def trains(experts: Any, parameters: list[Tensor], x: Tensor, weights: Tensor) -
 def computation(
     experts: Any, parameters: list[Tensor], held: slice, trains: bool = False
 ) -> Computation:
-    """The function that computes the experts `held` of a module over rows of a round, with
+    """Make the function that computes the experts `held` of a module over rows of a round, with
     gradients if it `trains`.
 
     The module's class has transformers' decorator `use_experts_implementation`, and `parameters`
@@ -144,7 +144,7 @@ class _ExpertsOfRank(NamedTuple):
 
 
 def _gating(experts: Any) -> Gating | None:
-    """The SwiGLU between the two products of a module; None: another function."""
+    """The SwiGLU between the two products of a module; None if it has another function."""
     if not experts.has_gate:
         return None
     if fp8.is_quantized(experts):
@@ -158,7 +158,9 @@ def _gating(experts: Any) -> Gating | None:
 
 
 def _by_parts(experts: Any, weights: Weights, rows: Tensor, offsets: Tensor, gemm: str) -> Tensor:
-    """Outputs [N, D] where autograd records the module's own function between the products."""
+    """Compute outputs [N, D] so that autograd records the module's own function between the
+    products.
+    """
 
     def product(rows: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
         out: Tensor = train_gemm(rows.to(weights.dtype).contiguous(), weights, offsets, gemm)
@@ -173,7 +175,7 @@ def _by_parts(experts: Any, weights: Weights, rows: Tensor, offsets: Tensor, gem
 
 
 def _stage(experts: Any, up: Tensor, down: Tensor, has_function: bool) -> Stage:
-    """The GEMMs for a module's weights, which may move from call to call, as FSDP moves them.
+    """Find the GEMMs for a module's weights, which may move from call to call, as FSDP moves them.
 
     Calls without gradients take that of calls with gradients in training mode, since reentrant
     checkpointing makes both and needs the same bits; and where the module has a function of its own

@@ -19,7 +19,8 @@ from epmoe.integrations.transformers.settings import share
 def experts_forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """This rank's tokens [T,D], expert ids and weights [T,K] → weighted outputs [T,D].
+    """Compute the weighted outputs [T, D] of this rank's tokens [T, D], given expert ids and
+    weights [T, K].
 
     The group is that of `configure(group=…)`, by default the world. A single process is a group of
     one.

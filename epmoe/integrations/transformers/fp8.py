@@ -52,9 +52,9 @@ def gating(experts: Any) -> Gating:
 
 
 def by_block(scales: Tensor, weight: Tensor) -> Tensor:
-    """The scales of blocks of a weight [e, n, k], fp32 [e, a, b]: `scales` themselves if they are.
-    Powers of two, and scales [e, 2, 1] or [e, 1, 1] of whole weights, of gate and up, or of down,
-    are copied.
+    """Make scales of blocks of a weight [e, n, k], fp32 [e, a, b]. They are `scales` themselves if
+    these fit. Powers of two, and scales [e, 2, 1] or [e, 1, 1] of a complete weight, of gate and
+    up, or of down, are copied.
     """
     shape = _scales_for(weight)
     values = scales.detach().float()
@@ -71,7 +71,7 @@ def _scales_for(weight: Tensor) -> list[int]:
 
 
 def _problem(experts: Any) -> str | None:
-    """What epmoe does not take of a quantized module; None: it takes it."""
+    """Say what epmoe does not take of a quantized module; None: it takes it."""
     weights = experts.down_proj
     block = experts.block_size
     F = weights.shape[-1]

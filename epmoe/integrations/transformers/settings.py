@@ -124,8 +124,8 @@ def shared() -> tuple[SharedExpertParallel, ...]:
 def share(
     x_TD: Tensor, ids_TK: Tensor, num_experts: int, group: dist.ProcessGroup | None = None
 ) -> SharedExpertParallel:
-    """The `SharedExpertParallel` of these shapes and this group, by default that of `configure`:
-    `Session.share`.
+    """Find the `SharedExpertParallel` of these shapes and this group, by default that of
+    `configure`: `Session.share`.
     """
     settings = _settings
     group = group or _settings.group

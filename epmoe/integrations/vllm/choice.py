@@ -46,8 +46,8 @@ class Choice:
 
     @classmethod
     def of(cls, value: object) -> Choice | None:
-        """From `true`, the name of a layout, or a mapping with the attributes and keys of
-        `exchange`; None: not chosen.
+        """Read the settings: `true`, the name of a layout, or a mapping with the attributes and
+        keys of `exchange`; None: not chosen.
 
         Raises ConfigError for a wrong value, and where the attributes do not go together.
         """

@@ -32,8 +32,8 @@ _QUANTIZED = (
 
 
 def loaded(layer: RoutedExperts, quantized: bool, invariant: bool = False) -> GroupedExperts:
-    """The experts of a layer as vLLM has loaded them, in the same memory, before it lays them out
-    for a kernel of its own. `quantized`: the method is not that of plain weights.
+    """Make the experts of a layer in the memory in which vLLM has loaded them, before it lays them
+    out for a kernel of its own. `quantized`: the method is not that of plain weights.
 
     Raises ConfigError for what `GroupedExperts` do not take.
     """
@@ -86,7 +86,7 @@ def _viewed(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def _problem(
     layer: RoutedExperts, weight: Tensor | None, scale: Tensor | None, quantized: bool
 ) -> str | None:
-    """What `GroupedExperts` do not take of this layer; None: they take it.
+    """Say what `GroupedExperts` do not take of this layer; None: they take it.
 
     Scales of another granularity have another shape, which `GroupedExperts` refuse.
     """
@@ -110,7 +110,7 @@ def _problem(
 
 
 class EpmoeExperts(mk.FusedMoEExpertsModular):
-    """`GroupedExperts` over the open round of `exchange`, in place of vLLM's experts."""
+    """Runs `GroupedExperts` over the open round of `exchange`, in place of vLLM's experts."""
 
     def __init__(
         self, moe: FusedMoEConfig, experts: GroupedExperts, exchange: EpmoePrepareAndFinalize

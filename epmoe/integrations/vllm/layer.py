@@ -31,7 +31,7 @@ from epmoe.native.opaque import ModuleLayer
 
 
 class Seat:
-    """In front of a layer of experts of vLLM's: where epmoe is chosen, their method takes its
+    """A module in front of a layer of vLLM's experts. If epmoe is chosen, their method takes its
     tokens from epmoe.
     """
 
@@ -76,7 +76,7 @@ class EpmoeRoutedExperts(Seat, RoutedExperts):
 
 
 def seats() -> dict[type[RoutedExperts], type[Seat]]:
-    """The seat for each layer of experts of vLLM's, which vLLM looks up by the name of
+    """Make the seat of each layer of vLLM's experts, which vLLM looks up by the name of
     the layer.
     """
     found: dict[type[RoutedExperts], type[Seat]] = {RoutedExperts: EpmoeRoutedExperts}
@@ -109,7 +109,7 @@ def _become_epmoe(method: FusedMoEMethodBase) -> None:
 
 @cache
 def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
-    """A subclass of the model's own method, with epmoe in its kernel.
+    """Make a subclass of the model's own method, with epmoe in its kernel.
 
     On CPUs its `apply` is one opaque operator: vLLM lets torch.compile trace the layer there, which
     cannot look into an exchange. On GPUs the whole layer is an operator of vLLM's.
@@ -167,7 +167,9 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
             *shared: Any,
             **named: Any,
         ) -> Tensor:
-            """y [T, D] in one round, or in as many as the longest batch of any rank needs."""
+            """Compute y [T, D] in one round, or in as many as the longest batch of any
+            rank needs.
+            """
             kernel = self.moe_kernel
             parts: list[slice] = []
             if kernel is not None and _is_ours(kernel):
@@ -205,8 +207,8 @@ def _expect(method: Any, layer: RoutedExperts, experts: int) -> None:
 
 
 def _experts_in_slots(method: Any, layer: RoutedExperts) -> list[int] | None:
-    """The expert in each slot, −1 for none, where experts move and weights are loaded again;
-    otherwise None.
+    """The expert in each slot, −1 for none, if experts move and weights are loaded again; otherwise
+    None.
 
     The first call of a load is collective: moves end before it.
     """
@@ -222,7 +224,7 @@ def _experts_in_slots(method: Any, layer: RoutedExperts) -> list[int] | None:
 
 
 def _replace_experts(method: Any, layer: RoutedExperts) -> None:
-    """Layout "layer": epmoe's experts compute, in the memory that vLLM has loaded."""
+    """Let epmoe's experts compute, in the memory that vLLM has loaded: layout "layer"."""
     choice = method.epmoe_choice
     is_quantized = method.epmoe_base is not UnquantizedFusedMoEMethod
     experts = loaded(layer, is_quantized, choice.batch_invariant)
@@ -236,8 +238,8 @@ def _replace_experts(method: Any, layer: RoutedExperts) -> None:
 
 
 def _put_around(method: Any, layer: RoutedExperts) -> None:
-    """Layout "rank": epmoe's exchange stands around the experts that vLLM has chosen. vLLM's own
-    goes on where epmoe's cannot serve.
+    """Put epmoe's exchange around the experts that vLLM has chosen: layout "rank". vLLM keeps its
+    own exchange if epmoe's cannot serve.
     """
     choice = method.epmoe_choice
     kernel = method.moe_kernel
@@ -313,7 +315,7 @@ def _warn(reason: str) -> None:
 
 
 def _why_not(moe: FusedMoEConfig) -> str | None:
-    """Why the exchange of a layer must be vLLM's own; None: epmoe can do it."""
+    """Say why the exchange of a layer must be vLLM's own; None: epmoe can do it."""
     # Settings of the exchange, of vLLM, and the shape of rows.
     parallel = moe.moe_parallel_config
     if not parallel.use_all2all_kernels:
@@ -335,7 +337,7 @@ def _why_not(moe: FusedMoEConfig) -> str | None:
 
 
 def _why_not_around(kernel: FusedMoEKernel) -> str | None:
-    """Why epmoe cannot serve these experts; None: it can."""
+    """Say why epmoe cannot serve these experts; None: it can."""
     experts = kernel.fused_experts
     if kernel.is_monolithic:
         return f"{type(experts).__name__} routes by itself"
@@ -352,7 +354,7 @@ def _why_not_around(kernel: FusedMoEKernel) -> str | None:
 def _make_exchange(
     layer: RoutedExperts, payload: PayloadName, choice: Choice, aligned: bool = False
 ) -> EpmoePrepareAndFinalize:
-    """The exchange of a layer; the first one of a shape makes the windows, collectively."""
+    """Find the exchange of a layer. The first layer of a shape makes the windows, collectively."""
     moe = layer.moe_config
     # Layers with the same shape share windows.
     live_layers = 0

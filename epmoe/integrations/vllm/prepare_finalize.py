@@ -93,8 +93,8 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         quant_config: FusedMoEQuantConfig,
         defer_input_quant: bool = False,
     ) -> mk.PrepareResultType:
-        """This rank's tokens a1 [T, D] → the rows of its experts, their scales, counts, ids and
-        weights.
+        """Send this rank's tokens a1 [T, D]. Returns the rows of its experts, their scales, counts,
+        ids and weights.
         """
         ep, longest = self.sizes.for_this_step()
         layout: Layout = "rank" if self.layout == "rank" else "expert"
@@ -136,7 +136,7 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         quant_config: FusedMoEQuantConfig,
         defer_input_quant: bool,
     ) -> mk.PrepareResultType:
-        """What arrived, as vLLM's experts take it."""
+        """View what arrived as vLLM's experts take it."""
         # Layout "layer": rows of pairs, whose ids nobody reads.
         if self.layout == "layer":
             ids = self._no_ids.expand(len(dispatched.rows), 1)
@@ -179,7 +179,7 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: mk.TopKWeightAndReduce,
     ) -> Tensor:
-        """The outputs of vLLM's experts as combine takes them, [R, M, D]."""
+        """Bring the outputs of vLLM's experts into the form that combine takes, [R, M, D]."""
         reduce = weight_and_reduce_impl
         if isinstance(reduce, TopKWeightAndReduceDelegate):
             reduce = TopKWeightAndReduceContiguous()

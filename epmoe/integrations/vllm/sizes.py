@@ -75,7 +75,7 @@ class Shape:
 
 @dataclass
 class Sizes:
-    """The exchanges of one shape, by ascending M. Where experts move there is one, since a table of
+    """The exchanges of one shape, by ascending M. If experts move there is one, since a table of
     slots has one.
     """
 
@@ -169,7 +169,8 @@ _session: Session[Sizes] = Session()
 
 
 def _before_step(*arguments: Any, **named: Any) -> dict[str, Any]:
-    """In place of `Platform.set_additional_forward_context`, where experts move.
+    """Tick before a step of vLLM, in place of `Platform.set_additional_forward_context`, if experts
+    move.
 
     vLLM calls it before each step, also before the empty steps of an idle rank, and not before
     steps that model runner V2 replays as one CUDA graph.
@@ -183,7 +184,9 @@ def _before_step(*arguments: Any, **named: Any) -> dict[str, Any]:
 
 
 def shared(shape: Shape, group: dist.ProcessGroup, device: torch.device, choice: Choice) -> Sizes:
-    """The exchanges of all layers of this shape; the first call makes them and is collective."""
+    """Find the exchanges of all layers of this shape. The first call makes them and is
+    collective.
+    """
 
     def make(ep_size: int) -> Sizes:
         sizes = Sizes.make(shape, group, device, choice)
@@ -244,7 +247,7 @@ def watch(sizes: Sizes, interval_s: float = 1.0) -> None:
 def _config(
     shape: Shape, max_tokens: int, ep_size: int, settings: dict[str, Any], placement: dict[str, Any]
 ) -> EPConfig:
-    """The configuration of windows for so many tokens a rank."""
+    """Make the configuration of windows for so many tokens a rank."""
     rows: dict[str, Any] = {}
     if shape.layout == "rank":
         # Rank-major rows are R·M; the expert-major ones, up to R·M·K, then need no memory.

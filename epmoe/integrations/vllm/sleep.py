@@ -10,8 +10,8 @@ from epmoe.integrations.vllm.sizes import named_exchanges
 
 
 class SleepWithWindows(CuMemBackend):
-    """vLLM's own backend for its weights and its cache, and `ExpertParallel.sleep` and `wake` for
-    the windows.
+    """Sleeps by vLLM's own backend for its weights and its cache, and by `ExpertParallel.sleep` and
+    `wake` for the windows.
 
     Every rank sleeps and wakes up. At level 2 the weights are loaded again afterwards. A call that
     has raised on any rank is repeated on all, and finds the other windows as it wants them.

@@ -166,7 +166,7 @@ class VersionEngine(WeightTransferEngine[FolderInfo, VersionInfo]):
         """Nothing: no version stays mapped between two calls."""
 
     def _layers(self, version: Version) -> dict[str, RoutedExperts]:
-        """vLLM's layers of experts by the names of the trainer's. Raises ValueError if they do
+        """Find vLLM's layers of experts by the names of the trainer's. Raises ValueError if they do
         not fit.
         """
         modules = {}
@@ -191,8 +191,8 @@ class VersionEngine(WeightTransferEngine[FolderInfo, VersionInfo]):
         return layers
 
     def _load(self, version: Version, layers: dict[str, RoutedExperts]) -> None:
-        """Through vLLM's loaders, which lay weights out as its kernels want them, in the memory
-        that CUDA graphs have.
+        """Load a version by vLLM's loaders, which lay weights out as its kernels want them, in the
+        memory that CUDA graphs have.
         """
         names = {name for name, _ in self.model.named_parameters()}
         dense = []
@@ -277,7 +277,7 @@ def _refuse_values(version: Version, where: str) -> None:
 
 
 def _own_experts(parts: list[Experts], layer: RoutedExperts) -> Iterator[_Expert]:
-    """Those of this rank, of which the trainer's ranks may have copies."""
+    """The experts of this rank. The trainer's ranks may have copies of them."""
     seen = set()
     for part in parts:
         gate_up_e2FD = part.weights["w_gate_up"]
@@ -305,8 +305,8 @@ def _load_expert(layer: RoutedExperts, expert: _Expert) -> None:
 
 
 def _in_checkpoint(name: str, version: Version, names: set[str]) -> str | None:
-    """The name of a dense weight in a checkpoint, where parts of a `MoELayer` have other ones;
-    None: it has none there.
+    """The name of a dense weight in a checkpoint, which names some parts of a `MoELayer`
+    differently; None: the checkpoint has no such weight.
     """
     block, _, part = name.rpartition(".")
     if block not in version.experts:

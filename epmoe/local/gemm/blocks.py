@@ -30,6 +30,7 @@ class Blocks(Loop):
     batch_invariant = True
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
+        """See `Gemm.problem_with`."""
         # On GPUs a library chooses the order of sums, and in fp64 the length of a vector.
         kind = down.device.type
         if kind not in ("cpu", "meta"):

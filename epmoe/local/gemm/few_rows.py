@@ -96,6 +96,7 @@ class FewRows(Gemm):
     steps: ClassVar[dict[torch.dtype, int]] = {torch.bfloat16: 64, FP8: FP8_BLOCKS.block[1]}
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
+        """See `Gemm.problem_with`."""
         problem = problem_on_hopper("the kernel for few rows", gate_up, down, self.steps)
         if problem is not None:
             return problem

@@ -44,6 +44,7 @@ class Hopper(Gemm):
     batch_invariant = True  # an element has one order of sums, whatever tile it is in
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
+        """See `Gemm.problem_with`."""
         problem = problem_on_hopper("Hopper's kernel", gate_up, down, _STEPS)
         if problem is not None:
             return problem
@@ -99,6 +100,7 @@ class Hopper(Gemm):
         segments: TrainedSegments,
         needs_down: bool,
     ) -> ExpertGradients:
+        """See `Gemm.train_backward`: all products in one operator."""
         rows = kept.rows
         if rows is not None:
             rows = _for_tma(rows)

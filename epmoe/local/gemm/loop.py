@@ -26,6 +26,7 @@ class Loop(Gemm):
         return False
 
     def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
+        """See `Gemm.multiply`: expert by expert."""
         values, scales = weights
         if values.is_cuda:
             self.refuse_capture(values)

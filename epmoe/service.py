@@ -1120,7 +1120,7 @@ class ExpertParallel(HoldsWindows):
                 terms = self._agree(peers, config, request, agreed)
                 keeps_weights = all(peers.all_gather(self._keeps_weights(terms, peers.rank)))
 
-                # Whoever resumes releases the old windows: both might not fit.
+                # A rank that resumes releases the old windows: both might not fit.
                 self._leave()
 
                 # Open the new ones. Buffers made in inference mode could not be written outside.

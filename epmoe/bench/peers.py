@@ -171,7 +171,7 @@ class Contest:
         except LeftOut as error:
             problem = str(error)
         except Exception as error:
-            # Whatever a library raises, the run goes on without it.
+            # Whatever a library raises, the run continues without it.
             problem = repr(error)
             if isinstance(error, ImportError) and install:
                 problem = f"needs {install}: {error}"

@@ -19,8 +19,8 @@ _COPIES = (torch.ops.aten.new_empty.default, torch.ops.aten.detach.default)
 
 
 class Rows(Tensor):
-    """A tensor [E, …] of all logical experts, of which this rank has rows in any order: no DTensor
-    can say so.
+    """A tensor [E, …] of all logical experts. This rank has rows of it in any order, which no
+    DTensor can describe.
 
     torch.distributed.checkpoint saves and loads it, also asynchronously. It has no other operators.
     It shares the memory of `local` [e, …]; `held` has the logical expert of each row, −1 for a row

@@ -371,7 +371,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         return stored._replace(router=names, others=others)
 
     def shape(self, name: str) -> list[int]:
-        """The shape of a tensor, of which only the header is read."""
+        """The shape of a tensor. It reads only the header."""
         shape: list[int] = self._slice(name).get_shape()
         return shape
 

@@ -1,4 +1,4 @@
-"""Whole tensors of those of which ranks have parts."""
+"""Makes complete tensors from the parts that ranks have."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from epmoe.native.package import __version__, explain
 
 
 def _without_types_of_flags(parameters: list[Any]) -> list[Any]:
-    """The same, of which flags take no value, so that the help shows none."""
+    """The same, but flags take no value, so that the help shows none."""
     for parameter in parameters:
         if getattr(parameter, "is_flag", False):
             parameter.metavar = ""

@@ -55,7 +55,7 @@ class Capacity:
 
     @classmethod
     def of(cls, config: EPConfig) -> Capacity:
-        """A token's K experts are K draws from the P, of which e are this rank's."""
+        """A token's K experts are K draws from P experts, and this rank has e of these."""
         config = config.seated
         R = config.topology.ep_size
         K = config.model.num_experts_per_tok

@@ -176,7 +176,7 @@ class TopologyConfig(Strict):
 
     @property
     def seats(self) -> int:
-        """Places of the group, of which some may be empty."""
+        """Places of the group. Some may be empty."""
         return self.max_ranks or self.ep_size
 
     @property

@@ -65,7 +65,7 @@ class Extra(NamedTuple):
         if scales is not None:
             scales = F.pad(scales, (0, blocks - wire.num_scales(D)), value=1.0)
 
-        # Whole lines behind the row, of which the protocol leaves `EXTRA_IN_LINE` bytes each.
+        # Fill complete lines behind the row. The protocol leaves `EXTRA_IN_LINE` bytes of each.
         lines = (width - D) * x.itemsize // LINE_BYTES
         tokens = given.reshape(T, math.prod(self.shape)).contiguous().view(torch.uint8)
         padded = F.pad(tokens, (0, lines * EXTRA_IN_LINE - self.nbytes))

@@ -54,7 +54,7 @@ class Lobby:
         nbytes = max(PAGE_BYTES, _LINE_BYTES * (1 + seats.count))
         addresses = Addresses(HostMemory(), Cpu(torch.device("cpu")))
         mapped = map_windows([nbytes] * seats.count, peers, seats, addresses)
-        # Whoever opens a window watches the processes by descriptors of its own.
+        # A rank that opens a window watches the processes by descriptors of its own.
         for process in mapped.processes.values():
             os.close(process)
         if len(mapped.processes) < peers.size - 1:
@@ -96,7 +96,7 @@ class Lobby:
     def left(self) -> int:
         """Seats whose ranks have left, as a mask."""
         words = ops.read_words(self._words.view(torch.int64)).tolist()
-        # One word for each line, of which the first is a futex.
+        # Each line has one word. The first is a futex.
         of_seats = words[_LINE_BYTES // 8 :: _LINE_BYTES // 8]
         return sum(1 << seat for seat, word in enumerate(of_seats) if word == _LEFT)
 

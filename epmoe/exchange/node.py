@@ -561,7 +561,7 @@ class NodeExchange(Exchange):
 
         On the CPU an operator interrupts its wait when a signal arrives, and at least every 100 ms,
         so that Python can run its signal handlers. If these raise, the round stays where it is.
-        Otherwise the wait goes on with the same deadline.
+        Otherwise it waits further, until the same deadline.
 
         Raises EPTimeoutError if dispatch waited in vain for ranks to end a round that this rank has
         aborted.

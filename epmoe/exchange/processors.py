@@ -1,4 +1,4 @@
-"""The processor of each device, of which there is one."""
+"""The processor of each device. A device has one."""
 
 from __future__ import annotations
 

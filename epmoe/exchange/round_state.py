@@ -156,7 +156,7 @@ class RoundState:
         was_refused = self.refused.get(caller, -1) >= self.count
         if not was_refused or self.opener in (0, caller):
             return False
-        # A thread that has ended leaves its round to whoever comes.
+        # A thread that has ended leaves its round to the next one that calls.
         return any(thread.ident == self.opener for thread in all_threads())
 
     @property

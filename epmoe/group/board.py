@@ -34,7 +34,7 @@ _BEAT_S = 0.05
 _CALLS = 4
 # For a sign of a new rank.
 ANSWER_OF_NEW_S = 1.0
-# Silence at most from one look to the next: whoever looks late knows of no longer one.
+# The longest silence from one look to the next that counts: a rank that looks late knows no more.
 _LOOK_S = 0.2
 # gloo's timeout in the first attempt.
 _CONNECT_S = 0.25
@@ -368,7 +368,7 @@ class RollCall:
         A rank that notices a failure reports it, and what it has `found`; one that does not within
         `answer_s` seconds is missing, and one whose process has ended is so at once.
         """
-        # Ask the others, on a thread that may go on when this rank does.
+        # Ask the others, on a thread that may outlast this call.
         others = [rank for rank in self.ranks if rank != self.rank]
         reports: dict[int, set[int]] = {}
         # ValueError: the default group is destroyed.

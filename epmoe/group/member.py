@@ -1,4 +1,4 @@
-"""A rank of a group that can go on in another group: an `ExpertParallel`."""
+"""A rank of a group that can join another group: an `ExpertParallel`."""
 
 from __future__ import annotations
 

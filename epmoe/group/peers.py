@@ -82,7 +82,7 @@ class Peers:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None, timeout_s: float | None = None) -> Self:
-        """The ranks of `group`, of which this process must be one."""
+        """The ranks of `group`. This process must be one of them."""
         if group is None:
             return cls(None, 0, 1, [0], timeout_s)
         ranks = dist.get_process_group_ranks(group)

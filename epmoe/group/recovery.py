@@ -200,7 +200,7 @@ class Seen(NamedTuple):
     """
 
     came: list[int]
-    """former ranks that go on, in rank order"""
+    """former ranks that remain, in rank order"""
     gone: set[int]
     """former ranks that leave, in this attempt or before it"""
     lost: set[int]
@@ -223,7 +223,7 @@ class Seen(NamedTuple):
         return set(range(size)) <= {*self.came, *self.gone, *self.lost}
 
     def has_nobody(self, size: int) -> bool:
-        """Whether no rank goes on that a rank which leaves would wait for."""
+        """Whether no rank remains for which a rank that leaves would wait."""
         may_come = bool(self.came or self.new or self.may_answer)
         return self.knows_all(size) and not may_come
 

@@ -82,7 +82,7 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
         assert mesh is not None and config.hidden_dim is not None
         if self.num_experts % mesh.size():
             raise ValueError(f"{self.num_experts} experts must divide by {mesh.size()} ranks")
-        # The configuration, of which equal ones share windows.
+        # Make the configuration. Layers with equal ones share windows.
         is_on_gpus = mesh.device_type == "cuda"
         dtype = config.dtype or ("bfloat16" if is_on_gpus else "float32")
         sections: dict[str, dict[str, Any]] = {

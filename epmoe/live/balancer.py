@@ -240,7 +240,7 @@ class Balancer:
         return self._live.stalled_plans
 
     def close(self) -> None:
-        """End the thread. Moves that are under way go on with `ep.poll`."""
+        """End the thread. `ep.poll` finishes moves that are under way."""
         self._worker.close()
 
     @property
@@ -259,7 +259,7 @@ class Balancer:
         return moves is None or moves.done
 
     def _going_on(self, call: Callable[..., None], *arguments: float | None) -> None:
-        """Call `poll` or `apply`, of which a plan that another rank has refused is no error."""
+        """Call `poll` or `apply`. A plan that another rank has refused is no error of the call."""
         try:
             call(*arguments)
         except EPRefusedError:

@@ -528,7 +528,7 @@ class LiveExperts:
 
 
 RankExperts = LiveExperts | FixedExperts
-"""The experts of a rank, which move or stay: whoever asks them need not know."""
+"""The experts of a rank, which move or stay. Callers need not know which."""
 
 
 def experts_on(

@@ -1,4 +1,4 @@
-"""Experts that stay on their ranks: the twin of `LiveExperts`, of which a round asks the same."""
+"""Experts that stay on their ranks. A round asks them the same as `LiveExperts`."""
 
 from __future__ import annotations
 

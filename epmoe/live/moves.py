@@ -1,4 +1,4 @@
-"""Moves of experts between slots while rounds go on: make before break, without a collective.
+"""Moves of experts between slots while rounds run: make before break, without a collective.
 
 A version of the tables says which slots are in use; wave w lies between versions w − 1 and w. Each
 rank goes its way:
@@ -53,7 +53,7 @@ MOST_CALLS = (1 << 31) - 1
 REFUSED = 0
 # A value of CANCELLED: nobody begins the first wave.
 _DROPPED = 0
-# A value of READY: this rank uses the last version, and goes on to no other.
+# A value of READY: this rank uses the last version, and will use no other.
 _FINISHED = (1 << 32) - 1
 # `_value` returns it for a rank that has left this call behind it: more than any value.
 _NEWER = 1 << 32

@@ -39,7 +39,7 @@ class SleepingWeights:
     def __init__(self, module: nn.Module) -> None:
         tensors = _tensors_of(module)
         device = _device_of(tensors)
-        # Tensors that share a storage go on sharing one.
+        # Tensors that share a storage will share one again.
         storages: dict[int, list[Tensor]] = {}
         for tensor in tensors:
             storages.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)

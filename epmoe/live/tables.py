@@ -37,7 +37,7 @@ def in_seats(quotas: Tensor, seats: Sequence[int], slots_per_rank: int) -> Tenso
     Shares are those of the ranks: empty seats bring no tokens. Entries behind the last number name
     any slot.
     """
-    # The lower half of an entry is a slot, of which the rank becomes its seat.
+    # The lower half of an entry is a slot, whose rank becomes its seat.
     slots = quotas & 0xFFFF
     ranks = (slots // slots_per_rank).clamp(max=len(seats) - 1)
     further = quotas.new_tensor([seat - rank for rank, seat in enumerate(seats)]) * slots_per_rank

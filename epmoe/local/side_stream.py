@@ -1,4 +1,4 @@
-"""Work that runs on a stream of its own while the current stream goes on."""
+"""Work that runs on a stream of its own, beside the current stream."""
 
 from __future__ import annotations
 

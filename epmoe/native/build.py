@@ -134,7 +134,7 @@ def build(
                 _run_ninja(work / "csrc", lock)
                 for path in folder.iterdir():
                     path.chmod(0o755)
-                # The library moves last: whoever sees it finds all that belongs to it.
+                # The library moves last: a process that sees it finds all that belongs to it.
                 os.replace(f"{library}.new", library)
                 print("epmoe: the native library is compiled", file=sys.stderr)
     for path in folder.glob("*.so"):

@@ -54,12 +54,13 @@ class Served:
     vocabulary: int = VOCABULARY
     length: int = LENGTH  # most tokens of a prompt and its answer
     ends: tuple[int, ...] = ()  # tokens that end an answer
+    # This takes long.
     modules: tuple[str, ...] = (
         "torch",
         "epmoe.integrations.prometheus",
         "starlette.applications",
         "uvicorn",
-    )  # slow
+    )
 
     @classmethod
     def checkpoint(cls, folder):

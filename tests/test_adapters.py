@@ -528,11 +528,12 @@ def test_files_that_are_refused(tmp_path):
         "nothing for `model.layers.1.mlp.experts`; of experts it has: base_model",
         block="model.layers.1.mlp",
     )
+    # Of 2·E experts it would be r = 2.
     for sizes in (
         (3, D, 2 * F, F),
         (E, 2 * D, 2 * F, F),
         (2 * E, D, 2 * F, F),
-    ):  # of 2·E experts it would be r = 2
+    ):
         refused(
             r"lora_A.weight \[.·r, k\] and lora_B.weight .* for r = 4 .* got lora_A.weight float32",
             sizes,

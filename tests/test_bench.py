@@ -261,9 +261,8 @@ def test_two_gpus(tmp_path, options):
         "--nproc-per-node",
         "2",
     ]
-    done = run(
-        [*launch, *bench], PYTHONPATH=os.pathsep.join(sys.path)
-    )  # also packages outside site-packages
+    # Also packages outside site-packages.
+    done = run([*launch, *bench], PYTHONPATH=os.pathsep.join(sys.path))
     assert done.returncode == 0, done.stdout + done.stderr
     # A row of each side and payload at each T.
     content = json.loads((tmp_path / "figures.json").read_text())

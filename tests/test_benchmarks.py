@@ -185,10 +185,11 @@ def test_figures_of_epmoe_bench_become_a_result(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    # R, E, K, D, F, T; what the library of the wheel gave to its compiler and to the launch.
     (
         "shape",
         "chosen",
-    ),  # R, E, K, D, F, T; what the library of the wheel gave to its compiler and to the launch
+    ),
     [
         ((2, 128, 8, 2048, 768, 16), (64, 64, 0, 0, 4, 202712, 0, 0, 1, 1)),
         ((2, 256, 8, 7168, 2048, 512), (64, 8, 0, 0, 4, 214208, 0, 1, 0, 0)),

@@ -49,9 +49,8 @@ def test_a_checkpoint_of_any_architecture_generates_the_tokens_of_one_process(
     assert result.name == architecture
     assert result.passed
     assert len(result.load) == 8
-    assert [len(text.split()) for _, text in result.texts] == [
-        4
-    ]  # without a tokenizer, ids; also after an end of text
+    # Without a tokenizer, ids; also after an end of text.
+    assert [len(text.split()) for _, text in result.texts] == [4]
 
 
 def test_a_checkpoint_brings_its_tokenizer(olmoe, tmp_path):
@@ -67,10 +66,11 @@ def test_too_large_a_checkpoint_is_refused_before_it_is_loaded(olmoe, monkeypatc
     config = EPConfig.load(ROOT / "configs" / "cpu_demo.yaml")
     models.check_models(config, [str(olmoe)])
     monkeypatch.setattr(checkpoint, "available_memory_bytes", lambda: 2**10)
+    # Ranks have all weights each.
     for plan, times in (
         ({"layers.*": "ep_router"}, 1),
         (None, config.topology.ep_size),
-    ):  # ranks have all weights each
+    ):
         monkeypatch.setattr(OlmoeForCausalLM, "ep_plan", plan, raising=False)
         needs = (
             f"my-olmoe: OlmoeForCausalLM needs {human_bytes(4 * weights * times)} in fp32, .* 1.0 "

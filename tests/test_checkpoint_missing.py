@@ -33,9 +33,8 @@ WAIT_S = SHORT_S
 
 def create_layer(state, wait_s: float = WAIT_S) -> None:
     ep = state.ep
-    shorter = ep.config.exchange.model_copy(
-        update={"warmup_timeout_s": wait_s}
-    )  # the start may take longer
+    # The start may take longer.
+    shorter = ep.config.exchange.model_copy(update={"warmup_timeout_s": wait_s})
     ep.config = ep.config.model_copy(update={"exchange": shorter})
     state.layer = epmoe.MoELayer.from_full(
         ep, randn(E, D), randn(E, 2 * F, D), randn(E, D, F)

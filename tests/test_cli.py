@@ -253,9 +253,8 @@ def test_the_commands_know_of_a_file_of_slots(one_rank, tmp_path):
 
 
 def test_the_shell_completes_commands_names_and_options(monkeypatch):
-    monkeypatch.setenv(
-        "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1"
-    )  # of the shell that started pytest
+    # Of the shell that started pytest.
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
     # The script is right,
     script = epmoe("--show-completion", "bash").output
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0

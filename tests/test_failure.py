@@ -216,9 +216,8 @@ def test_every_rank_of_two_nodes_names_the_rank_that_is_gone(host, fault):
 
 def wait_until_a_signal(state) -> tuple[float, str]:
     """Leaves the `with` of its ExpertParallel: when, and by which exception."""
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a forked server of pytest may ignore it
+    # A forked server of pytest may ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         with state.ep:

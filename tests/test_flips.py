@@ -80,9 +80,8 @@ def test_a_flip_that_is_interrupted_anywhere_is_done_again(tmp_path, spare):
         # Interrupt the tick that flips at its first line, its second one, and so on to its end.
         while line >= 0:
             send()
-            while (
-                not taker._flipped_behind < taker._words.glance[1] < ep.exchange.rounds.count - 1
-            ):  # a flip is to come
+            # A flip is to come.
+            while not taker._flipped_behind < taker._words.glance[1] < ep.exchange.rounds.count - 1:
                 taker._looked = 0.0
                 taker.tick()
                 served(randn(1, ep.config.model.hidden_size))

@@ -396,9 +396,8 @@ def test_what_a_source_may_be(tmp_path):
         {"model_type": "vl", "text_config": keys},
     ):
         assert EPConfig.from_hf(source, ep_size=2) == want
-    keys = tiny("hunyuan_v1_moe").to_dict() | {
-        "moe_topk": [3, 3]
-    }  # for each layer, as Hunyuan-A13B's has them
+    # For each layer, as Hunyuan-A13B's has them.
+    keys = tiny("hunyuan_v1_moe").to_dict() | {"moe_topk": [3, 3]}
     assert EPConfig.from_hf(keys, ep_size=1).model.num_experts_per_tok == 3
     # A model, whose dtype counts.
     with torch.device("meta"):

@@ -107,9 +107,8 @@ def test_compiles_without_a_graph_break(backend, case):
         got = compiled(rows[:n], offsets)
         eager = experts(rows[:n], offsets)
         assert_close(got[real[:n]], eager[real[:n]], slack=2)
-        assert (
-            torch.equal(got[real[:n]], eager[real[:n]]) or backend == "inductor"
-        )  # it fuses, and rounds less often
+        # It fuses, and rounds less often.
+        assert torch.equal(got[real[:n]], eager[real[:n]]) or backend == "inductor"
 
 
 @ON_GPUS

@@ -35,11 +35,12 @@ S = 4
 RANKS = 4
 M = 16
 SECONDS, NUMBERS = 20, 150_000  # of drawn steps; of an expert, more than half of the staging
+# That `poll` raises once, on any thread.
 REPORTS = (
     epmoe.EPAbortedError,
     epmoe.EPOverflowError,
     epmoe.EPRefusedError,
-)  # that `poll` raises once, on any thread
+)
 BUSY = "another thread is in a call"
 CLOSED = "this ExpertParallel is closed"
 

@@ -210,11 +210,12 @@ def test_another_user_at_the_socket_of_a_rank_is_no_rank(monkeypatch, other):
 @pytest.mark.parametrize(
     ("opens", "error", "message"),
     [
+        # Nobody does in this test.
         (
             True,
             TimeoutError,
             "cannot reach rank 1's socket: its process does not answer",
-        ),  # nobody does in this test
+        ),
         (
             False,
             RuntimeError,

@@ -58,9 +58,8 @@ class GatedExpert(nn.Module):
 
 def tiny(model_type: str, path: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A model, and its folder, with a tokenizer."""
-    model = tiny_model(
-        model_type, path, dtype, first_k_dense_replace=1
-    )  # a block without experts, too
+    # A block without experts, too.
+    model = tiny_model(model_type, path, dtype, first_k_dense_replace=1)
     (path / "tokenizer.json").write_text("{}")
     return model
 

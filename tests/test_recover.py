@@ -241,9 +241,8 @@ def test_recover_and_join_while_experts_move(host, stage):
     plans = host.succeed(names, ranks.balance)
     assert plans[0] and plans == plans[:1] * 4
     slots = ranks.all_held(host, names)
-    assert all(
-        set(layer[3 * ranks.S :]) != {ranks.EMPTY} for layer in slots
-    )  # the balancer has filled the new rank's
+    # The balancer has filled the new rank's.
+    assert all(set(layer[3 * ranks.S :]) != {ranks.EMPTY} for layer in slots)
     # A table without an empty slot works as well.
     host.succeed(names, ranks.fill)
     assert ranks.EMPTY not in [expert for layer in ranks.all_held(host, names) for expert in layer]

@@ -51,9 +51,8 @@ MOST_REQUESTS = 16
 WAIT_S = 120.0
 IN_CI = ("before", "in", "moving", "new-opens", "hangs")  # of the states of a death
 RUNS = int(os.environ.get("EPMOE_SERVE_RUNS", "1"))
-GAP_S = (
-    serve_rank.DEADLINE_S
-)  # no death costs a deadline, also on a machine with other load; the gap itself is printed
+# No death costs a deadline, also on a machine with other load; the gap itself is printed.
+GAP_S = serve_rank.DEADLINE_S
 # from a death to its successor in the group: 0.4 s, and 2 s at most on idle cores; printed
 JOIN_S = GAP_S
 PROMPTS = ("abc", [], [2.5], [[1]], [10**9], [-1], [True], None, [1] * serve_rank.LENGTH)
@@ -313,9 +312,8 @@ def test_whatever_is_asked_and_a_death_under_load(tmp_path, alone):
         assert server.call("/scale", {"ranks": 4})[0] == 202
         server.wait(lambda: family(server.process.pid) - processes)  # a new rank
         server.process.send_signal(signal.SIGSTOP)
-        time.sleep(
-            1.5
-        )  # it has come to wait in `join_group`, and nobody tells the others to take it in
+        # It has come to wait in `join_group`, and nobody tells the others to take it in.
+        time.sleep(1.5)
         processes = family(server.process.pid)
         server.process.kill()
         all_end(processes)  # nobody outlives the front
@@ -411,9 +409,8 @@ def test_a_model_that_raises_and_then_no_rank(tmp_path, alone):
         assert server.pids() == before
         # All ranks die with a request open.
         for process in before:
-            os.kill(
-                process, signal.SIGSTOP
-            )  # so that the next request is not answered before they die
+            # So that the next request is not answered before they die.
+            os.kill(process, signal.SIGSTOP)
         waiting = server.begin("/generate", {"prompt": [1], "max_tokens": 31})
         server.wait(lambda: server.metric("serve_open_requests"))
         for process in before:
@@ -474,9 +471,8 @@ def test_drawn_requests_while_ranks_die(tmp_path, run):
             # Five ranks die, one after the other, while one at least is left.
             for _ in range(5):
                 time.sleep(draw.uniform(0.1, 1.0))
-                server.wait(
-                    lambda: len(pids := server.pids()) > 1 and all(map(lives, pids))
-                )  # one is left
+                # One is left.
+                server.wait(lambda: len(pids := server.pids()) > 1 and all(map(lives, pids)))
                 os.kill(draw.choice(server.pids()), signal.SIGKILL)
             goal = statuses.total() + 500
             server.wait(lambda: statuses.total() >= goal)
@@ -647,9 +643,8 @@ def test_ranks_are_killed_that_replay_graphs(tmp_path, alone, ranks):
         # Each process has captured once, and new ones also in their group of one.
         log = server.log.read_text()
         captured = Counter(re.findall(r"process (\d+) captured in generation", log))
-        alone_first = set(
-            re.findall(r"process (\d+) captured in generation [1-9]", log)
-        )  # before it joins
+        # Before it joins.
+        alone_first = set(re.findall(r"process (\d+) captured in generation [1-9]", log))
         assert len(captured) == ranks + 5 and all(
             captured[pid] == 1 + (pid in alone_first) for pid in captured
         )

@@ -101,13 +101,14 @@ ROW = torch.arange(8.0)[None]
 @pytest.mark.parametrize(
     ("logits", "top_k", "grad", "scoring", "epsilon"),
     [
+        # What renormalised weights say does not vanish with the scores.
         (
             ROW - 60,
             4,
             FIRST_ALONE,
             "sigmoid",
             0.0,
-        ),  # what renormalised weights say does not vanish with the scores
+        ),
         (ROW - 95, 4, FIRST_ALONE, "sigmoid", 0.0),
         (randn(6, 8), 3, None, "softmax", 0.5),
         (randn(6, 8) - 46, 3, None, "sigmoid", 1e-20),

@@ -142,9 +142,8 @@ class _Files:
         return self._path(key).read_bytes()
 
     def check(self, keys: Sequence[str]) -> bool:
-        os.close(
-            os.open(self._folder, os.O_RDONLY)
-        )  # NFS may remember for a minute which names are not there
+        # NFS may remember for a minute which names are not there.
+        os.close(os.open(self._folder, os.O_RDONLY))
         return all(self._path(key).exists() for key in keys)
 
     def _path(self, key: str) -> Path:

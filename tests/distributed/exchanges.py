@@ -256,9 +256,8 @@ def expected_slabs(
     slot = [range(0)] * R
 
     # Tokens of each source, those of the own node first.
-    for source in sorted(
-        range(R), key=lambda source: source // G != here
-    ):  # the own node comes first
+    # The own node comes first.
+    for source in sorted(range(R), key=lambda source: source // G != here):
         sender = tokens[source]
         slab = source % G
         # Each pair by the copy that this source takes of its expert.

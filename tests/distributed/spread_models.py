@@ -117,18 +117,16 @@ class OneLayer:
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(num_tokens, self.hidden_size, generator=generator).to(self.dtype)
         ids = torch.rand(num_tokens, self.num_experts, generator=generator).argsort(1)[:, :top_k]
-        weights = 2.5 * torch.rand(num_tokens, top_k, generator=generator).softmax(
-            1
-        )  # sum 2.5, as in DeepSeek; fp32
+        # Sum 2.5, as in DeepSeek; fp32.
+        weights = 2.5 * torch.rand(num_tokens, top_k, generator=generator).softmax(1)
         return x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE)
 
     def check(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         """Compares the output of `spread` with that of `single`. Collective."""
         with torch.no_grad():
             got = self.spread(x, ids, weights)
-            want = (
-                self.single(x, ids, weights) if len(x) else x
-            )  # a kernel need not accept zero rows
+            # A kernel need not accept zero rows.
+            want = self.single(x, ids, weights) if len(x) else x
         assert got.dtype == want.dtype == self.dtype
         assert got.shape == want.shape
         if len(x):

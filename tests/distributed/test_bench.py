@@ -164,9 +164,8 @@ def test_peers_of_an_exchange(make, on_gpus, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(side, "back", lambda self, handle, back=side.back: back(self, handle) * 1.5)
         assert wrong in run(make()).left_out["NCCL all_to_all_single, plain"]
-    monkeypatch.setattr(
-        side, "out", lambda self: None
-    )  # nothing arrives: the second round sends what is poisoned
+    # Nothing arrives: the second round sends what is poisoned.
+    monkeypatch.setattr(side, "out", lambda self: None)
     assert wrong in run(make()).left_out["NCCL all_to_all_single, plain"]
     assert "without copies" in run(make({"num_redundant_experts": 2})).left_out["peers"]
 

@@ -33,12 +33,13 @@ F = 128
 D = 128
 K = 2
 COPIES = {"num_redundant_experts": 5, "strategy": "round_robin"}
+# The last: twice on a rank.
 PLACEMENTS = [
     {},
     {"strategy": "round_robin"},
     COPIES,
     {"num_redundant_experts": 2 * E},
-]  # the last: twice on a rank
+]
 
 
 @pytest.fixture
@@ -102,9 +103,8 @@ def full(kind: str = "plain", seed: int = 0) -> dict[str, object]:
             "down_bias": randn(E, D, seed=seed + 7),
         }
         biases["logit_bias"] = randn(E, seed=seed + 8)
-        transposed = {
-            name: tensors[name].mT.contiguous().mT for name in ("w_gate_up", "w_down")
-        }  # as its checkpoints are
+        # As its checkpoints are.
+        transposed = {name: tensors[name].mT.contiguous().mT for name in ("w_gate_up", "w_down")}
         return (
             tensors
             | transposed

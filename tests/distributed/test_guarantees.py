@@ -315,9 +315,8 @@ def test_an_exception(bench, place, direction):
     for _ in range(2):
         bench.fails(lambda: bench.y(model, bench.x()), ZeroDivisionError, direction)
         if bench.ep.device.type == "cuda":
-            with suppress(
-                EPAbortedError
-            ):  # of a later round of the pass, which a host that runs ahead has launched
+            # Of a later round of the pass, which a host that runs ahead has launched.
+            with suppress(EPAbortedError):
                 bench.ep.check()
     # Without the module that raises all is as before.
     second.experts = experts
@@ -337,9 +336,8 @@ def test_tags_are_taken_once(bench):
         bench.layer(layer_id=first.tag)
     with pytest.raises(ValueError, match="tag 1 must belong to one layer"):
         bench.layer(layer_id=first.tag + 32768)
-    of_tag_2 = (
-        5 * 32768 + 2
-    )  # no other layer of this process has it, as one that an exception keeps may have 2
+    # No other layer of this process has it, as one that an exception keeps may have 2.
+    of_tag_2 = 5 * 32768 + 2
     numbered = bench.layer(layer_id=of_tag_2)
     # A copy is a layer of its own.
     twin = copy.deepcopy(first)
@@ -526,10 +524,11 @@ def test_checkpoints(bench, folder, ranks):
     third = model_of(bench, ep, seed=70)
     checkpoint.load_full_state_dict(third, whole)
     same_state(checkpoint.full_state_dict(third), whole)
+    # A step from there is the step of the one that was saved.
     for each, its in (
         (model, optimizer),
         (other, again),
-    ):  # a step from there is the step of the one that was saved
+    ):
         for p in each.parameters():
             p.grad = p.detach() * 0.25
         its.step()

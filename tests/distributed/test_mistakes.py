@@ -143,9 +143,8 @@ def test_experts_that_fail(make_ep, rank, size, kind, on_abort, everywhere):
     """The caller gets the experts' error unchanged. The other ranks end the round, and the next
     rounds are whole.
     """
-    error = (
-        kind if isinstance(kind, str) else kind("no luck")
-    )  # of this test: its traceback holds the windows
+    # Of this test: its traceback holds the windows.
+    error = kind if isinstance(kind, str) else kind("no luck")
     ep = make_ep(experts=E, top_k=K, hidden=D, timeout_s=LONG_S, exchange={"on_abort": on_abort})
     layer, _ = full_layer(ep)
     layer.experts = fragile = Fragile(layer.experts)
@@ -226,9 +225,8 @@ def test_ranks_in_different_layers(make_ep, rank, size, tags, layout):
     # Then one rank runs another layer than all others.
     witness = next(r for r in range(size) if (r == GIVER) != (rank == GIVER))
     named = f"this rank's tag is {mine}, that of rank {witness} is {other}"
-    if (
-        ep.config.topology.num_nodes > 1
-    ):  # a rank of another node may tell of it, which brings no rows then
+    # A rank of another node may tell of it, which brings no rows then.
+    if ep.config.topology.num_nodes > 1:
         named = f"this rank's tag is {mine}, that of rank . is {other}|brought another"
     with pytest.raises(EPMismatchError, match=named):
         tagged(mine)

@@ -35,10 +35,11 @@ PLACEMENTS = [{}, {"num_redundant_experts": 5, "strategy": "round_robin"}]
 def tensors_of(kind: str) -> dict[str, Tensor]:
     tensors = {f"{BLOCK}.gate.weight": randn(E, D), "model.norm.weight": randn(D, seed=1)}
     if kind == "fused":
+        # As in gpt-oss.
         experts = {
             "gate_up_proj": randn(E, D, 2 * F, seed=2),
             "down_proj": randn(E, F, D, seed=3),
-        }  # as in gpt-oss
+        }
         biases = {
             "gate_up_proj_bias": randn(E, 2 * F, seed=4),
             "down_proj_bias": randn(E, D, seed=5),

@@ -97,9 +97,8 @@ def draw_program(seed: int, size: int) -> Program:
     for i, layer in enumerate(layers):
         leaves += [f"weights {i}"] * layer.trains_weights + [f"experts {i}"] * layer.trains_experts
     asked = None
-    if (
-        leaves and random.random() < 0.6 and all(layer.call != "reentrant" for layer in layers)
-    ):  # torch refuses these
+    # Torch refuses these.
+    if leaves and random.random() < 0.6 and all(layer.call != "reentrant" for layer in layers):
         asked = random.sample(leaves, random.randint(1, len(leaves)))
     return Program(
         seed,

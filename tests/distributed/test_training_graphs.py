@@ -187,9 +187,8 @@ def test_a_rank_without_experts_and_one_without_tokens(make_ep, rank, size):
     for num_rows in ("exact", 128):
         x.grad = None
         routed = exchange.dispatch(x, ids, weights, weights_on="rows", num_rows=num_rows)
-        rows = (
-            routed.rows * 3 if rank == 0 else torch.zeros_like(routed.rows)
-        )  # no gradient flows on other ranks
+        # No gradient flows on other ranks.
+        rows = routed.rows * 3 if rank == 0 else torch.zeros_like(routed.rows)
         exchange.combine(rows, routed).sum().backward()
         assert torch.equal(x.grad, torch.full_like(x, 3.0 * K)) and closed(exchange)
 

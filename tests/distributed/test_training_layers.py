@@ -90,11 +90,12 @@ class OwnLayer(torch.nn.Module):
         return self.exchange.combine(rows, routed)
 
 
+# Num_rows, fullgraph, memory budget.
 WAYS = [
     (256, True, 1),
     (256, False, 0.3),
     ("exact", False, 1),
-]  # num_rows, fullgraph, memory budget
+]
 QUICK = [
     ("unused", *WAYS[0], False),
     ("parallel", *WAYS[1], False),
@@ -121,9 +122,8 @@ ALL = [
 )
 def test_compiled_layers(make_ep, rank, budgeted, backend, kind, num_rows, fullgraph, own):
     """Compilers neither remove a round, nor move it over another one, nor run it twice."""
-    ep = make_ep(
-        experts=E, top_k=K, hidden=D, timeout_s=120.0
-    )  # ranks wait while another one compiles
+    # Ranks wait while another one compiles.
+    ep = make_ep(experts=E, top_k=K, hidden=D, timeout_s=120.0)
     layers = make_layers(ep, num_rows=num_rows)
     model = Graph([OwnLayer(layer) for layer in layers] if own else layers, kind)
     # What eager layers give, and how many rounds they play.
@@ -136,9 +136,8 @@ def test_compiled_layers(make_ep, rank, budgeted, backend, kind, num_rows, fullg
         got = torch.autograd.grad(step(inputs[0]), inputs, materialize_grads=True)
         before = ep.health().rounds
         for a, b in zip(map(local_view, got), map(local_view, want), strict=True):
-            limit = (
-                0.0 if backend == "aot_eager" else 1e-5 * b.abs().max().item()
-            )  # inductor adds in another order
+            # Inductor adds in another order.
+            limit = 0.0 if backend == "aot_eager" else 1e-5 * b.abs().max().item()
             torch.testing.assert_close(a, b, rtol=0.0, atol=limit)
     # One eager step and two compiled ones have played the same rounds.
     assert before == 3 * rounds

@@ -54,7 +54,7 @@ class Served:
     vocabulary: int = VOCABULARY
     length: int = LENGTH  # most tokens of a prompt and its answer
     ends: tuple[int, ...] = ()  # tokens that end an answer
-    # This takes long.
+    # Importing these takes long.
     modules: tuple[str, ...] = (
         "torch",
         "epmoe.integrations.prometheus",

@@ -1181,7 +1181,7 @@ class ExpertParallel(HoldsWindows):
         agreed = joined.agreed
         terms = joined.terms
         exchange = joined.exchange
-        # Who this rank is.
+        # Take over what the group has agreed on, and this rank's place in it.
         self.config = terms.config
         self.placement = terms.placement
         self.origin = agreed.origin
@@ -1191,13 +1191,13 @@ class ExpertParallel(HoldsWindows):
         self.rank = peers.rank
         self.size = peers.size
         self._seat = joined.seats.of_ranks[peers.rank]
-        # Its windows.
+        # Take over the windows.
         exchange.thread = caller
         self._exchange = exchange
         self._missing = 0
         self._dead = 0
         self._layouts[self.generation] = exchange.layout
-        # Its experts, and what its layers keep for them.
+        # Let experts, and what layers keep for them, follow.
         self.versions.compare(
             [request.versions for request in agreed.requests], joined.keeps_weights
         )

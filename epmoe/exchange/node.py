@@ -288,7 +288,7 @@ class NodeExchange(Exchange):
         self.status.aborted = 0
 
     def check(self) -> None:
-        """Raise the errors that a closed round has left."""
+        """Raise the failure that kernels or other ranks have reported, if there is one."""
         self.lookout.look()
         if not self.status.code:
             return
@@ -322,8 +322,8 @@ class NodeExchange(Exchange):
             super().poll()
 
     def check_rounds(self) -> None:
-        """Raise errors of rounds. What it does not raise stays, for an exchange over
-        several nodes.
+        """Raise overflows and aborts of rounds. Those that it does not raise stay, for an exchange
+        over several nodes.
         """
         overflow = None
         if self._raises_overflow:
@@ -410,7 +410,8 @@ class NodeExchange(Exchange):
         )
 
     def release(self, close: Callable[[], None] = lambda: None) -> None:
-        """End everything besides kernels that may write into windows, before they are unmapped.
+        """Release windows and scratch. `close` ends everything besides kernels that may write into
+        windows, before they are unmapped.
 
         What kernels may still write lives as long as the process, together with `close` and what it
         belongs to. Windows that another thread's call may still use stay mapped until that has

@@ -14,8 +14,8 @@ LONG_S = 0.2
 
 
 class Peek(ABC):
-    """Copies buffers to the host. On a GPU the copies travel by the copy engines, on a stream that
-    no kernel is on.
+    """Copies buffers to the host. The buffers are contiguous and on one device. Any thread may
+    read, and a signal handler during a read.
     """
 
     def read(self) -> list[Tensor]:

@@ -162,9 +162,7 @@ class LateStage(NamedTuple):
 
 
 class Watch(Protocol):
-    """Watches whether kernels begin, by copies of the state on streams and past them. It waits for
-    no copy.
-    """
+    """Watches whether the kernels of an exchange begin, on its processor."""
 
     first_look_s: float
     """the time of the first look"""

@@ -138,7 +138,11 @@ class Choice(NamedTuple):
         num_real: int,
         counters: Tensor | None,
     ) -> Routing:
-        """Choose experts for each row of logits [T, E], which are known to fit."""
+        """Choose experts for each row of logits [T, E], which are known to fit.
+
+        `num_tokens` and `num_real` are what `token_count` returns. Raises what `route` does for the
+        bias and on CUDA.
+        """
         if self.top_k > MAX_TOP_K_ON_CUDA and logits.is_cuda:
             raise ValueError(
                 f"`top_k` must be at most {MAX_TOP_K_ON_CUDA} on CUDA, got {self.top_k}"

@@ -69,6 +69,10 @@ def multiply_blocks(rows: Tensor, weights: Tensor, out: Tensor) -> None:
 def place_matters(dtype: torch.dtype, n: int, k: int) -> ValueError | None:
     """Check whether the bits of a row's product depend on the row's place in a block. Returns why,
     or None if they do not.
+
+    The products are a row [k] times weights [n, k]ᵀ, and that of its gradient, a row [n] times
+    weights [n, k]. It multiplies blocks of equal rows: no library documents the property, so the
+    CPU's own is asked.
     """
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(n, k, generator=generator, device="cpu").to(dtype)

@@ -53,7 +53,7 @@ _Result = TypeVar("_Result")
 
 
 class OwedSkip(NamedTuple):
-    """A round that this rank gives up once it has begun."""
+    """A round that this rank gives up, and that had not begun by then."""
 
     epoch: int
     call: Call
@@ -141,6 +141,7 @@ class NodeExchange(Exchange):
         # Where ranks wait for a round to begin, and a round that this rank gives up once it has.
         self._lobby = lobby
         self._owed: OwedSkip | None = None
+        self._skips_late = self.processor.runs_ahead
 
         # What the host reads of a device at any time.
         self._totals = Totals(self.views, self.processor)
@@ -215,25 +216,36 @@ class NodeExchange(Exchange):
 
     @takes_turn
     def skip(self, call: Call) -> None:
-        """With a lobby, nobody waits in a round that has not begun: this rank then gives it up
-        before its next one, and waits for nobody now.
+        """With a lobby, this rank comes to a round that has not begun, and waits for it before its
+        next one. Where the host runs ahead, it gives the round up then, since kernels of an abort
+        wait for other ranks.
         """
-        epoch = self.rounds.next_epoch()
         lobby = self._lobby
-        if lobby is not None and (self.processor.captures() or not lobby.has_begun(epoch)):
+        if lobby is None:
+            self.abort(self._sent(call))
+            return
+        # One round at a time: until it begins, nobody has missed this rank in the next one.
+        owed = self._owed
+        if owed is not None and not lobby.has_begun(owed.epoch):
+            return
+        epoch = self.rounds.next_epoch()
+        owes = not lobby.has_begun(epoch) or self.processor.captures()
+        if owes:
+            lobby.come(epoch, brings_tokens=False)
             self._owed = OwedSkip(epoch, call)
-        else:
+        if not owes or not self._skips_late:
             self.abort(self._sent(call))
 
     def _settle_skip(self, lobby: Lobby) -> None:
-        """Give up the round that this rank owes, if any, once it has begun."""
+        """Wait until the round that this rank owes, if any, has begun, and give it up if this rank
+        has not.
+        """
         owed = self._owed
         if owed is None:
             return
-        # It may be open already, where a signal handler has ended an earlier call of this.
+        self._wait_in(lobby, owed.epoch)
+        # A signal handler may have ended an earlier call of this behind the opening.
         if self.rounds.next_epoch() == owed.epoch:
-            lobby.come(owed.epoch, brings_tokens=False)
-            self._wait_in(lobby, owed.epoch)
             self._sent(owed.call)
             self._abort(None)
         self._owed = None

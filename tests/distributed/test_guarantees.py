@@ -42,9 +42,13 @@ LONG_S = 300.0  # a test that passes has not run into a deadline
 KINDS = {
     "serves": {},
     "serves with adapters": {"adapters": 2, "adapter_rank": 4},
+    "serves and waits while idle": {},
     "trains": {"num_rows": "exact"},
     "trains with a number of rows": {"num_rows": 128},
 }
+
+
+SLOW = {"serves with adapters", "serves and waits while idle"}
 
 
 class Weights(NamedTuple):
@@ -77,8 +81,11 @@ class Bench:
 
     def open(self, **options: object) -> ExpertParallel:
         given = {"experts": E, "top_k": K, "hidden": D, "max_tokens": M, "timeout_s": LONG_S}
+        exchange = {"on_abort": "raise"}
+        if "idle" in self.kind:
+            exchange["idle"] = "wait"
         return self._make_ep(
-            **given | {"exchange": {"on_abort": "raise"}, "capacity": {"extra_bytes": 4}} | options
+            **given | {"exchange": exchange, "capacity": {"extra_bytes": 4}} | options
         )
 
     def layer(
@@ -121,7 +128,7 @@ class Bench:
         return [p.grad for p in layer.parameters() if p.grad is not None]
 
 
-@pytest.fixture(params=[slow(kind) if "adapters" in kind else kind for kind in KINDS])
+@pytest.fixture(params=[slow(kind) if kind in SLOW else kind for kind in KINDS])
 def bench(make_ep, request, rank, size) -> Bench:
     return Bench(make_ep, request.param, rank, size)
 
@@ -364,7 +371,7 @@ def test_ranks_in_different_layers(bench):
 
 
 def test_a_rank_whose_call_is_of_another_kind(bench):
-    if "adapters" in bench.kind:
+    if "adapters" in bench.kind or "idle" in bench.kind:
         pytest.skip("such layers have one kind of call")
     layer = bench.layer()
     with (

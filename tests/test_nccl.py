@@ -380,6 +380,7 @@ def test_the_node_is_told_before_its_windows_go():
     inside.plan = SimpleNamespace(sizes={})
     inside.views = {"state": None}
     inside._addresses = SimpleNamespace(left=LeftGroups())
+    inside._lobby = None
     inside.deadlines = Deadlines(FIRST_S, TIMEOUT_S, lambda: 2)
     inside.window = SimpleNamespace(
         deaths=SimpleNamespace(close=lambda: None),

@@ -4,10 +4,14 @@ device = meet()  # under torchrun: also makes the process group, and rank 0 prin
 device = take_device(place, places)  # of a process that something else has started
 """
 
+import faulthandler
 import os
 
 import torch
 import torch.distributed as dist
+
+# A crash of native code says in which lines of Python it was.
+faulthandler.enable()
 
 
 def take_device(place, places, needs_nccl=True):

@@ -106,7 +106,7 @@ RANKS = {  # what the ranks do: the exit code of the command, what it prints
     "crashes": (
         "os.abort() if rank == 0 else time.sleep(300)",
         1,
-        "epmoe: rank 0 was ended by SIGABRT\n",
+        'epmoe: rank 0 was ended by SIGABRT, in File "<string>", line ',
     ),
     "dies": (
         (

@@ -273,9 +273,14 @@ class MegaMoERing(Peer):
                 raise RuntimeError(problem.decode())
             return y_TD
 
-        yield run
-        torch.cuda.synchronize()
-        case.group.barrier()
+        try:
+            yield run
+            # No rank unmaps its window while another one may write into it.
+            torch.cuda.synchronize()
+            case.group.barrier()
+        finally:
+            # Its thread would look at CUDA once the other ranks end.
+            window.deaths.close()
 
 
 PEERS = [MegaMoERing()]

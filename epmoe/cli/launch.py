@@ -5,6 +5,7 @@ torchrun started.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import shlex
@@ -49,17 +50,21 @@ _SIGNALS = (
 )
 # Ranks that fail so many seconds behind the first one may have failed because of it.
 _MOMENTS_S = 3
+# Of a crash, in a message.
+_MOST_FRAMES = 3
 # How a rank begins. Ctrl-C ends it without a traceback, also while it imports torch, and the kernel
 # ends it (PR_SET_PDEATHSIG) if the process that started it is killed. What rank 0 and its libraries
 # print to stderr goes to a file, as on the other ranks, but rank 0 keeps the stderr of the command.
+# A crash of native code leaves the lines of Python there.
 _BEGIN = f"""
-import ctypes, os, signal
+import ctypes, faulthandler, os, signal
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 if os.environ["RANK"] == "0":
     os.environ["{STDERR}"] = str(os.dup(2))
     folder = os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])
     os.dup2(os.open(os.path.join(folder, "stderr.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+faulthandler.enable()
 """
 _RUN = """
 from epmoe.__main__ import main
@@ -178,6 +183,9 @@ def all_ranks(config: EPConfig) -> Iterator[int]:
     try:
         yield rank
     finally:
+        # Graphs and buffers of other libraries that are left in cycles go before the communicators
+        # that they use.
+        gc.collect()
         dist.destroy_process_group()
 
 
@@ -347,6 +355,7 @@ def _explain(failures: Mapping[int, ProcessFailure], folder: Path) -> int:
         message = f"rank {rank} was ended by {failure.signal_name()}"
         if failure.exitcode == -signal.SIGKILL:
             message += ", as happens when memory runs out"
+        message += _where_it_was(folder, rank)
     else:
         message = f"rank {rank} ended with exit code {failure.exitcode}"
         last = _last_line(folder, rank)
@@ -357,12 +366,32 @@ def _explain(failures: Mapping[int, ProcessFailure], folder: Path) -> int:
     return 1
 
 
-def _last_line(folder: Path, rank: int) -> str:
-    """What a rank has printed last to stderr."""
+def _printed(folder: Path, rank: int) -> str:
+    """What a rank has printed to stderr."""
     printed = ""
     for path in folder.glob(f"*/attempt_0/{rank}/stderr.log"):
         printed += path.read_text(errors="replace")
-    return printed.strip().rpartition("\n")[2]
+    return printed
+
+
+def _last_line(folder: Path, rank: int) -> str:
+    return _printed(folder, rank).strip().rpartition("\n")[2]
+
+
+def _where_it_was(folder: Path, rank: int) -> str:
+    """The innermost lines of Python of a rank that has crashed, as `faulthandler` has left them;
+    "" where there are none, as at the end of an interpreter.
+    """
+    _, crashed, left = _printed(folder, rank).rpartition("Fatal Python error: ")
+    _, _, of_thread = left.partition("(most recent call first):\n")
+    lines = []
+    for line in of_thread.splitlines():
+        if not line.startswith("  File "):
+            break
+        lines.append(line.strip())
+    if not crashed or not lines:
+        return ""
+    return f", in {' < '.join(lines[:_MOST_FRAMES])}"
 
 
 class _Kind(IntEnum):

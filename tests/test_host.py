@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from counted import functions_of
 from helpers import alone, full_layer
 
 import epmoe
@@ -38,23 +36,6 @@ def layer():
 @pytest.fixture
 def x_TD():
     return torch.randn(T, D).to(torch.bfloat16)
-
-
-def functions_of(call) -> int:
-    """How many functions of this package a call runs."""
-    package = str(Path(epmoe.__file__).parent)
-    seen = 0
-
-    def look(frame, event, _):
-        nonlocal seen
-        seen += event == "call" and frame.f_code.co_filename.startswith(package)
-
-    sys.setprofile(look)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return seen
 
 
 def serving(layer, x_TD):

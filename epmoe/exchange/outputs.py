@@ -39,16 +39,27 @@ def y_of(dispatched: Dispatched, out: Tensor | None, device: torch.device) -> Te
         return dispatched.sent.template.like.new_empty(
             dispatched.num_tokens, dispatched.hidden_size
         )
+    # `check_tensor` words the errors, as in `output_rows`.
+    shape = (dispatched.sent.num_tokens, dispatched.hidden_size)
+    if not _is(out, dispatched.dtype, shape, device):
+        check_tensor("out", out, (dispatched.dtype,), shape, device)
     # Kernels write whole lines of 16 bytes.
-    shape = dispatched.sent.num_tokens, dispatched.hidden_size
-    check_tensor("out", out, (dispatched.dtype,), shape, device)
     if not out.is_contiguous() or out.data_ptr() % 16:
         raise ValueError(
             "`out` must be contiguous and begin at a multiple of 16 bytes, got strides "
             f"{out.stride()}"
         )
-    check_forward_only(out)
+    if out.requires_grad:
+        check_forward_only(out)
     return out
+
+
+def _is(value: object, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> bool:
+    """Whether a value is a plain tensor of this dtype, shape and device."""
+    if value.__class__ is not Tensor:
+        return False
+    assert isinstance(value, Tensor)
+    return value.dtype is dtype and value.shape == shape and value.device == device
 
 
 def output_rows(
@@ -84,10 +95,11 @@ def _partial_rows(
 ) -> Tensor:
     """`output_rows` of rank-major rows [R, M, D]."""
     shape = (plan.sizes["R"], plan.sizes["M"], dispatched.hidden_size)
-    if partial.__class__ is Tensor and partial.dtype is not dispatched.dtype:
+    if not _is(partial, dispatched.dtype, shape, device):
         _refuse_fp8("partial", partial, dispatched)
-    check_tensor("partial", partial, (dispatched.dtype,), shape, device)
-    check_forward_only(partial)
+        check_tensor("partial", partial, (dispatched.dtype,), shape, device)
+    if partial.requires_grad:
+        check_forward_only(partial)
     return aligned_rows(partial.flatten(0, 1))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from counted import functions_of
 from helpers import NO_CUDA, assert_close, distinct_ids, randn
 
 if "RANK" not in os.environ:
@@ -27,7 +28,8 @@ from sglang.srt.plugins import hook_registry
 from sglang.srt.runtime_context import get_flags
 from torch import Tensor, nn
 
-from epmoe import EPTimeoutError, quantize_fp8
+from epmoe import EPAbortedError, EPTimeoutError, quantize_fp8
+from epmoe.bench.host import started
 from epmoe.integrations.sglang import VARIABLE
 from epmoe.integrations.sglang import dispatcher as sglang
 from epmoe.integrations.sglang.runner import (
@@ -295,6 +297,29 @@ def test_routed_experts_are_those_of_the_tokens(layer: nn.Module, tokens: tuple[
     assert routed.topk_ids.sort().values.equal(logits.topk(K).indices.sort().values.to(DEVICE))
 
 
+# Of a round whose experts are SGLang's, of which rows come back as they are: functions of this
+# package, and operators.
+MOST_OF_A_ROUND = (38, 10)
+
+
+def test_what_the_host_does_for_a_round(layer: nn.Module) -> None:
+    x, ids, weights = (tensor.to(DEVICE) for tensor in _tokens(dist.get_rank(), 9))
+    topk = host.StandardTopKOutput(weights, ids, None)
+    dispatcher = layer.dispatcher
+
+    def a_round() -> None:
+        rows = dispatcher.dispatch(x, topk).hidden_states
+        dispatcher.combine(DeepEPv2CombineInput(rows, None))
+
+    for _ in range(3):
+        a_round()
+    functions = functions_of(a_round)
+    operators = started(a_round).operators
+    most_functions, most_operators = MOST_OF_A_ROUND
+    assert functions <= most_functions
+    assert operators <= most_operators
+
+
 @pytest.fixture
 def own_experts() -> Iterator[None]:
     """What EPMOE_SGLANG=layer registers, for layers that are made meanwhile."""
@@ -324,6 +349,38 @@ def test_experts_of_our_own(
     register_experts()
     with pytest.raises(ValueError, match="already registered"):
         register_experts.__wrapped__()
+
+
+@pytest.mark.parametrize("where", ["dispatch", "experts", "LoRA", "combine"])
+def test_one_rank_fails_alone(own_experts: None, where: str) -> None:
+    """The other one hears of it, and both go on."""
+    layer = _layer()
+    x, ids, weights = (tensor.to(DEVICE) for tensor in _tokens(dist.get_rank(), 9))
+    topk = host.StandardTopKOutput(weights, ids, None)
+    dispatcher = layer.dispatcher
+    core = layer.quant_method.runner.runner_core
+    config = layer.moe_runner_config
+
+    def fails() -> None:
+        if where == "dispatch":
+            many = [tensor.to(DEVICE) for tensor in _tokens(1, M + 1)]
+            dispatcher.dispatch(many[0], host.StandardTopKOutput(many[2], many[1], None))
+        rows = dispatcher.dispatch(x, topk)
+        if where == "experts":
+            layer.moe_runner_config.swiglu_limit = 7.0
+        hooks = object() if where == "LoRA" else None
+        outputs = core.run_from_dispatch(rows, None, config, hooks=hooks)
+        dispatcher.combine(outputs._replace(routewise_layout=RoutewiseLayout.EXPANDED))
+
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match="tokens on this rank|SwiGLU|LoRA|weights and sums"):
+            fails()
+    else:
+        with pytest.raises(EPAbortedError, match=r"\[1\]"):
+            _forward(layer, x, ids, weights)
+    layer.moe_runner_config.swiglu_limit = None
+    mine = _tokens(dist.get_rank(), 9)
+    assert_close(_forward(layer, *mine), moe_reference(*mine, _weights()))
 
 
 def test_layers_without_our_dispatcher_keep_their_experts(

@@ -23,6 +23,7 @@ import epmoe
 from epmoe.config.config_file import ConfigError
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.group.errors import EPStateError, EPTimeoutError
+from epmoe.integrations.served import ServedExperts
 from epmoe.integrations.vllm import layer as layers
 from epmoe.integrations.vllm import sizes, sleep
 from epmoe.integrations.vllm.choice import Choice
@@ -334,11 +335,13 @@ def test_rows_for_vllms_deep_gemm_do_not_travel_as_fp8(monkeypatch: pytest.Monke
 def test_the_layer_tells_the_experts_of_the_round_what_a_layer_of_ours_does() -> None:
     """How many rows an expert has is what few rows, and their kernels, are known by."""
     segments = {"tokens_per_expert": object(), "alignment": 64, "rows_per_expert": 1.5}
-    round_ = SimpleNamespace(expert_offsets=object(), segments=segments)
+    round_ = SimpleNamespace(
+        expert_offsets=object(), segments=segments, dtype=torch.float32, hidden_size=128
+    )
     calls = []
     layer: Any = SimpleNamespace(
         exchange=SimpleNamespace(compute=lambda experts: experts(round_)),
-        experts=lambda *arguments, **named: calls.append((arguments, named)),
+        _serve=ServedExperts(lambda *arguments, **named: calls.append((arguments, named))),
     )
     rows = torch.zeros(64, 128)
     scales = torch.zeros(64, 1)

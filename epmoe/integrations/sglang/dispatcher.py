@@ -20,6 +20,7 @@ from torch import Tensor
 from epmoe.config.config import ConfigError, EPConfig
 from epmoe.exchange.handles import Dispatched
 from epmoe.integrations.balancing import Balancing, section_of
+from epmoe.integrations.served import ServedExperts
 from epmoe.integrations.session import Session, make_config
 from epmoe.local.experts import GroupedExperts
 from epmoe.native.arguments import FP8
@@ -222,7 +223,10 @@ class EpmoeDispatcher(BaseDispatcher):
         self._ep = balancing.ep
         self._tag = self._ep.new_tag()
         self._round: Dispatched | None = None
-        self._experts: GroupedExperts | None = None
+        self._experts: ServedExperts | None = None
+        # What every call of the layer reads.
+        self._most = self._ep.config.capacity.max_num_tokens_per_rank
+        self._num_local_experts = self._ep.num_local_experts
 
     def dispatch(
         self, hidden_states: Tensor, topk_output: TopKOutput
@@ -240,22 +244,35 @@ class EpmoeDispatcher(BaseDispatcher):
         ids_TK = topk_output.topk_ids
         weights_TK = topk_output.topk_weights
         T = x_TD.shape[0]
-        most = self._ep.config.capacity.max_num_tokens_per_rank
-        # An exception gives the round up, so that the other ranks learn of it.
-        together, longest = self._most_tokens(T)
-        with self._ep.at_most(longest), self._ep.giving_up(self._tag):
-            if most < T:
-                raise ValueError(f"{T} tokens on this rank: set {_LIMIT}, now {most}, to {T}")
-            d = self._ep.dispatch(x_TD, ids_TK, weights_TK, tag=self._tag)
+        ep = self._ep
+        exchange = ep.exchange
+        rounds = exchange.rounds
+        rounds_before = rounds.count
+        # In place: the context managers `at_most` and `giving_up` would cost each layer 5 µs.
+        longest_before = rounds.most_tokens
+        try:
+            together, longest = self._most_tokens(T)
+            rounds.most_tokens = longest
+            if self._most < T:
+                raise ValueError(f"{T} tokens on this rank: set {_LIMIT}, now {self._most}, to {T}")
+            d = ep.dispatch(x_TD, ids_TK, weights_TK, tag=self._tag)
+        except BaseException:
+            # The other ranks learn of it.
+            ep.give_up(exchange, rounds_before, self._tag)
+            raise
+        finally:
+            rounds.most_tokens = longest_before
         self._round = d
         # The host does not know how many rows arrive: n is what it must expect.
-        e = self._ep.num_local_experts
+        e = self._num_local_experts
         K = ids_TK.shape[1]
         n = min(_most_rows(max(together, 1) * min(K, e), e), d.rows.shape[0])
         # Slices, because SGLang empties the tensors that it is given once it has read them.
         scales = None if d.scales is None else d.scales[:n]
-        # DeepGEMM wants the end of each segment.
-        psum = d.expert_offsets[:-1] + d.tokens_per_expert
+        # SGLang's DeepGEMM wants the end of each segment.
+        psum = None
+        if self._experts is None:
+            psum = d.expert_offsets[:-1] + d.tokens_per_expert
         return deepep_v2.DeepEPv2DispatchOutput(
             d.rows[:n], scales, None, None, psum, is_expanded=True, expert_alignment=_ALIGNMENT
         )
@@ -266,18 +283,30 @@ class EpmoeDispatcher(BaseDispatcher):
 
         Raises ValueError in the first call if they are other experts than those.
         """
+        try:
+            outputs = self._compute(layer, dispatched)
+        except BaseException:
+            # No combine follows.
+            self.give_up()
+            raise
+        return deepep_v2.DeepEPv2CombineInput(outputs, None)
+
+    def _compute(self, layer: Any, dispatched: deepep_v2.DeepEPv2DispatchOutput) -> Tensor:
         # Make them in the first call, and where weights were loaded again.
-        experts = self._experts
-        if experts is None or experts.w_gate_up.data_ptr() != layer.w13_weight.data_ptr():
+        serve = self._experts
+        if serve is None or serve.experts.held()[0].data_ptr() != layer.w13_weight.data_ptr():
             experts = _grouped(layer)
-            self._experts = experts
+            serve = ServedExperts(experts)
+            self._experts = serve
             self._balancing.move(self._tag, experts)
         d = self._round
         assert d is not None
-        rows = dispatched.hidden_states
-        scales = dispatched.hidden_states_scale
-        outputs = experts(rows, d.expert_offsets, scales, **d.segments)
-        return deepep_v2.DeepEPv2CombineInput(outputs, None)
+        return serve(dispatched.hidden_states, dispatched.hidden_states_scale, d)
+
+    def give_up(self) -> None:
+        """Abort the open round, if any: the other ranks learn that this one did."""
+        self._round = None
+        self._ep.abort()
 
     def combine(self, combine_input: CombineInput) -> Tensor:
         """Sum the experts' outputs, weighted: bf16 [T, D].
@@ -286,14 +315,20 @@ class EpmoeDispatcher(BaseDispatcher):
         dispatch before, and what `ExpertParallel.combine` raises.
         """
         d = self._round
-        self._round = None
         if d is None:
             raise RuntimeError("combine without a dispatch before")
-        if combine_input.routewise_layout is not None:
-            raise ValueError(
-                "epmoe weights and sums the outputs itself; this model wants to: unset EPMOE_SGLANG"
-            )
-        return self._ep.combine(combine_input.hidden_states, d)
+        try:
+            if combine_input.routewise_layout is not None:
+                raise ValueError(
+                    "epmoe weights and sums the outputs itself; this model wants to: unset "
+                    "EPMOE_SGLANG"
+                )
+            y_TD = self._ep.combine(combine_input.hidden_states, d)
+        except BaseException:
+            self.give_up()
+            raise
+        self._round = None
+        return y_TD
 
     def slots(self) -> list[int] | None:
         """The experts of this layer on this rank, as `Balancing.slots` says them. Collective in the
@@ -306,7 +341,7 @@ class EpmoeDispatcher(BaseDispatcher):
         knows them. None: only this rank's tokens are known.
         """
         R = self._ep.size
-        M = self._ep.config.capacity.max_num_tokens_per_rank
+        M = self._most
         parallel = get_parallel()
         in_parts = parallel.attn_cp_size != 1
         # One batch: every rank has all of it, or parts that differ by at most a token.

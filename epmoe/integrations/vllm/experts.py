@@ -5,6 +5,7 @@ They take the expert-major rows of the open round as they lie. Nothing sorts or 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
 from epmoe.config.config_file import ConfigError
-from epmoe.exchange.handles import Dispatched
+from epmoe.integrations.served import ServedExperts
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.weight_formats import FP8_BLOCKS, MXFP4_GROUPS, product_dtype
@@ -119,6 +120,7 @@ class EpmoeExperts(mk.FusedMoEExpertsModular):
         super().__init__(moe, FusedMoEQuantConfig.make())
         self.experts = experts
         self.exchange = exchange
+        self._serve = ServedExperts(experts)
 
     @property
     def expects_unquantized_inputs(self) -> bool:
@@ -153,9 +155,4 @@ class EpmoeExperts(mk.FusedMoEExpertsModular):
         self, output: Tensor, hidden_states: Tensor, *_: Any, a1q_scale: Tensor | None, **__: Any
     ) -> None:
         """The rows of the open round → outputs [N, D], for finalize; `output` is empty."""
-
-        def experts(dispatched: Dispatched) -> Tensor:
-            offsets = dispatched.expert_offsets
-            return self.experts(hidden_states, offsets, a1q_scale, **dispatched.segments)
-
-        self.exchange.compute(experts)
+        self.exchange.compute(partial(self._serve, hidden_states, a1q_scale))

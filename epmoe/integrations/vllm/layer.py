@@ -171,20 +171,31 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
             rank needs.
             """
             kernel = self.moe_kernel
-            parts: list[slice] = []
-            if kernel is not None and _is_ours(kernel):
-                parts = kernel.prepare_finalize.sizes.parts()
-            if len(parts) <= 1:
+            if not _is_ours(kernel):
                 return super().apply(layer, x, topk_weights, topk_ids, *shared, **named)
-            y = torch.empty_like(x)
-            for part in parts:
-                y[part] = super().apply(
-                    layer, x[part], topk_weights[part], topk_ids[part], *shared, **named
-                )
-                # Shared experts compute once, with the first part.
-                shared = (None,) * len(shared)
-                named = dict.fromkeys(named)
-            return y
+            assert kernel is not None
+            exchange = kernel.prepare_finalize
+            exchange.begin()
+            try:
+                # Without a limit of the user's, a round holds any step.
+                sizes = exchange.sizes
+                parts = sizes.parts() if sizes.most > sizes.tokens[-1] else []
+                if len(parts) <= 1:
+                    return super().apply(layer, x, topk_weights, topk_ids, *shared, **named)
+                y = torch.empty_like(x)
+                for part in parts:
+                    exchange.begin()
+                    y[part] = super().apply(
+                        layer, x[part], topk_weights[part], topk_ids[part], *shared, **named
+                    )
+                    # Shared experts compute once, with the first part.
+                    shared = (None,) * len(shared)
+                    named = dict.fromkeys(named)
+                return y
+            except BaseException:
+                # Whatever has raised, vLLM's own experts among it.
+                exchange.give_up(layer.apply_router_weight_on_input)
+                raise
 
     # vLLM's loaders of weights look at it.
     Method.__name__ = base.__name__

@@ -12,6 +12,7 @@ quantization happens on arrival.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -26,19 +27,23 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceDelegate,
 )
 
-from epmoe.exchange.handles import Dispatched, Layout
+from epmoe.exchange.exchange import Exchange
+from epmoe.exchange.handles import Dispatched, RoundShape
+from epmoe.group.errors import EPStateError
 from epmoe.integrations.vllm.choice import VllmLayout
 from epmoe.integrations.vllm.sizes import Sizes
 from epmoe.service import ExpertParallel
 
 
-class _Round(NamedTuple):
-    """An open round."""
+class _Entered(NamedTuple):
+    """A round that this rank has come to."""
 
     ep: ExpertParallel
-    dispatched: Dispatched
-    outputs: Tensor | None = None
-    """of `GroupedExperts`, which need no buffer of vLLM's"""
+    exchange: Exchange
+    longest: int
+    """tokens that a rank brings to it at most"""
+    rounds_before: int
+    shape: RoundShape
 
 
 class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
@@ -52,13 +57,29 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         self.sizes = sizes
         self.layout = layout
         self.aligned = aligned
-        self._open: _Round | None = None
+        # Of the last call of `prepare`, for `give_up`.
+        self._entered: _Entered | None = None
+        # The open round, and the outputs of `GroupedExperts`, which need no buffer of vLLM's.
+        self._dispatched: Dispatched | None = None
+        self._outputs: Tensor | None = None
         self._local_ids = False
         self._quantize = MoEPrepareAndFinalizeNoDPEPModular()
         ep = sizes.exchanges[0]
         self._num_ranks = ep.size
         self.tag = ep.new_tag()
-        self._no_ids = torch.empty(1, 1, dtype=torch.int32, device=ep.device)
+        # Where weights come on input, and elsewhere: what other ranks bring to a round.
+        shape = RoundShape.of(ep.config)
+        if layout == "rank":
+            shape = shape._replace(layout="rank")
+        else:
+            shape = shape._replace(aligned=aligned)
+        self._shape = shape
+        # In layout `rank` the weights are applied on arrival: dispatch has one row for all experts
+        # of a token.
+        self._shape_on_input = shape._replace(weight_rows=layout != "rank")
+        # Ids that nobody reads, and by number of rows as many of them.
+        self._no_id = torch.empty(1, 1, dtype=torch.int32, device=ep.device)
+        self._no_ids: dict[int, Tensor] = {}
 
     def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
         """vLLM's experts for CPUs take local ids and no expert map; all others take global ids and
@@ -96,37 +117,76 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         """Send this rank's tokens a1 [T, D]. Returns the rows of its experts, their scales, counts,
         ids and weights.
         """
-        ep, longest = self.sizes.for_this_step()
-        layout: Layout = "rank" if self.layout == "rank" else "expert"
-        # In layout `rank` the weights are applied on arrival: dispatch has one row for all experts
-        # of a token.
-        weighs_rows = apply_router_weight_on_input and layout != "rank"
-        options: dict[str, Any] = {
-            "layout": layout,
-            "aligned": self.aligned,
-            "apply_router_weight_on_input": weighs_rows,
-        }
-        with ep.at_most(longest), ep.giving_up(self.tag):
-            dispatched = ep.dispatch(a1, topk_ids, topk_weights, tag=self.tag, **options)
-        self._open = _Round(ep, dispatched)
+        self._dispatched = None
+        self._outputs = None
+        entered = self._enter(apply_router_weight_on_input)
+        self._entered = entered
+        shape = entered.shape
+        # In place: the context manager `at_most` would cost each layer 2 µs.
+        rounds = entered.exchange.rounds
+        longest_before = rounds.most_tokens
+        try:
+            rounds.most_tokens = entered.longest
+            dispatched = entered.ep.dispatch(
+                a1,
+                topk_ids,
+                topk_weights,
+                layout=shape.layout,
+                apply_router_weight_on_input=shape.weight_rows,
+                tag=self.tag,
+                aligned=shape.aligned,
+            )
+        finally:
+            rounds.most_tokens = longest_before
+        self._dispatched = dispatched
         return self._received(
             dispatched, expert_map, apply_router_weight_on_input, quant_config, defer_input_quant
         )
 
     def compute(self, experts: Callable[[Dispatched], Tensor]) -> None:
         """The outputs of `experts` for the open round, which finalize then takes as they lie."""
-        assert self._open is not None, "the experts need a prepare before them"
-        self._open = self._open._replace(outputs=experts(self._open.dispatched))
+        assert self._dispatched is not None, "the experts need a prepare before them"
+        self._outputs = experts(self._dispatched)
 
     def finalize(self, output: Tensor, *arguments: Any, **named: Any) -> None:
         """The outputs of this rank's experts → output [T, D], the sums of this rank's tokens."""
-        assert self._open is not None, "finalize needs a prepare before it"
-        ep, dispatched, outputs = self._open
-        self._open = None
+        dispatched = self._dispatched
+        outputs = self._outputs
+        assert self._entered is not None and dispatched is not None, (
+            "finalize needs a prepare before it"
+        )
+        self._dispatched = None
+        self._outputs = None
+        ep = self._entered.ep
         if outputs is None:
             ep.combine_partial(self._reduced(*arguments, **named), dispatched, out=output)
         else:
             ep.combine(outputs, dispatched, out=output)
+
+    def begin(self) -> None:
+        """Before all that vLLM does in a round, so that `give_up` knows how far it has come."""
+        self._entered = None
+
+    def give_up(self, on_input: bool) -> None:
+        """After an exception behind `begin`, wherever it comes from: this rank closes its round, or
+        takes part in the one that the others come to, without tokens. They learn that it did.
+
+        `on_input`: weights come on input. It raises nothing of the exchange.
+        """
+        # It has no rounds while it sleeps, and once it is closed.
+        with suppress(EPStateError):
+            entered = self._entered or self._enter(on_input)
+            with entered.ep.at_most(entered.longest):
+                entered.ep.give_up(
+                    entered.exchange, entered.rounds_before, self.tag, lambda: entered.shape
+                )
+
+    def _enter(self, on_input: bool) -> _Entered:
+        """The round that comes next."""
+        ep, longest = self.sizes.for_this_step()
+        exchange = ep.exchange
+        shape = self._shape_on_input if on_input else self._shape
+        return _Entered(ep, exchange, longest, exchange.rounds.count, shape)
 
     def _received(
         self,
@@ -139,9 +199,12 @@ class EpmoePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         """View what arrived as vLLM's experts take it."""
         # Layout "layer": rows of pairs, whose ids nobody reads.
         if self.layout == "layer":
-            ids = self._no_ids.expand(len(dispatched.rows), 1)
-            counts = mk.ExpertTokensMetadata(dispatched.tokens_per_expert, None)
-            return dispatched.rows, dispatched.scales, counts, ids, ids
+            N = len(dispatched.rows)
+            ids = self._no_ids.get(N)
+            if ids is None:
+                ids = self._no_id.expand(N, 1)
+                self._no_ids[N] = ids
+            return dispatched.rows, dispatched.scales, None, ids, ids
         # Layout "rank": a slot for each token of each source.
         received = dispatched.recv
         rows = received.x.flatten(0, 1)

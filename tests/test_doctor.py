@@ -40,6 +40,17 @@ def test_doctor_fails_where_the_plan_does_not_fit(monkeypatch):
     assert "4 ranks on 2 cores: works, but they take turns" in result.output
 
 
+def test_ranks_without_experts_count_by_themselves(monkeypatch):
+    """On GPUs, each of which has room for one rank."""
+    config = EPConfig.load("h200x8_deepseek_service")
+    least, most = (MemoryPlan.build(config, rank).total_bytes for rank in (0, 7))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (most, most))
+    [finding] = doctor_module._memory(config)
+    planned = f"{human_bytes(least)} to {human_bytes(most)} planned on each GPU"
+    assert (finding.level, finding.detail) == ("ok", f"{planned}, {human_bytes(most)} free")
+
+
 def test_doctor_fails_where_there_are_no_windows(monkeypatch):
     def refused(_: str) -> int:
         raise PermissionError(errno.EPERM, "Operation not permitted")

@@ -280,7 +280,11 @@ def _memory(config: EPConfig | None) -> Iterator[Finding]:
             return
         free, _ = torch.cuda.mem_get_info()
         fits = max(sizes) <= free
-        detail = f"{human_bytes(max(sizes))} planned on each GPU, {human_bytes(free)} free"
+        planned = human_bytes(max(sizes))
+        # Ranks without experts have less.
+        if min(sizes) < max(sizes):
+            planned = f"{human_bytes(min(sizes))} to {planned}"
+        detail = f"{planned} planned on each GPU, {human_bytes(free)} free"
     else:
         fits = sum(sizes) <= available
         detail = f"{human_bytes(sum(sizes))} planned for {ranks} ranks; {detail}"

@@ -74,7 +74,7 @@ class MoELayer(nn.Module):
     Args:
         ep: the `ExpertParallel` whose ranks hold the experts.
         router_weight: fp32, fp16 or bf16 [E, D]. The layer makes a parameter of it.
-        experts: maps rows [N, D], expert_offsets int32 [e+1] and scales (fp32 [N, D/128] with an
+        experts: maps rows [N, D], expert_offsets int32 [e+1] and scales (fp32 [N, ⌈D/128⌉] with an
             fp8 payload, otherwise None) to outputs [N, D] in x's dtype, as `GroupedExperts` does.
         bias: fp32, fp16 or bf16 [E], of which the layer makes a buffer in fp32, added to the scores
             for the choice of experts only. `routing.selection_bias` asks for it, and without that

@@ -675,8 +675,8 @@ class ExpertParallel(HoldsWindows):
                 "no expert".
             weights: fp32, bf16 or fp16 [T, K]. A pair of weight 0 does not travel; NaN and Inf
                 count as 0.
-            scales: fp32 [T, D/128] of rows that are already quantized, if `exchange.payload` is
-                fp8. D must be a multiple of 128.
+            scales: fp32 [T, ⌈D/128⌉] of rows that are already quantized, if `exchange.payload` is
+                fp8. D must be a multiple of 16, over several nodes of 128.
             num_tokens: int or int32 scalar tensor on the device. Rows at and past it are padding
                 and are not sent.
             layout: "expert" for expert-major rows, "rank" for one slab of rows for each source

@@ -103,8 +103,16 @@ def test_all_formats_load_the_same_config(tmp_path, name):
             "`exchange.warmup_timeout_s` must be at least .* = 9",
         ),
         (
-            {"exchange": {"payload": "fp8"}},
-            "`exchange.payload` must be auto where .* no multiple of 128",
+            {"exchange": {"payload": "fp8"}, "model": {"hidden_size": 72}},
+            "`exchange.payload` must be auto where .* = 72 is no multiple of 16",
+        ),
+        (
+            {"exchange": {"payload": "fp8"}, "topology": {"ep_size": 2, "ranks_per_node": 1}},
+            "`exchange.payload` must be auto where .* = 64 is no multiple of 128",
+        ),
+        (
+            {"exchange": {"combine_payload": "fp8"}},
+            "`exchange.combine_payload` must be auto where .* no multiple of 128",
         ),
         ({"experts": {"limit": 0}}, "`experts.limit` must be greater than 0, got 0"),
         ({"experts": {"alpha": -1.0}}, "`experts.alpha` must be greater than 0, got -1.0"),

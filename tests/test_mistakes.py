@@ -577,11 +577,11 @@ WRONG_SENDS: dict[str, list[tuple]] = {
         (
             A_SMALLER_D,
             ValueError,
-            r"`x` must be float8_e4m3fn \[T, 384\], or a smaller D of whole blocks of 128, got",
+            r"`x` must be float8_e4m3fn \[T, 384\], or a smaller D of whole lines of 16 elements",
         ),
         (
-            {"x": x.bfloat16()[:, :192], "scales": None},
-            r"whole blocks of 128, got bfloat16 \[5, 192\]",
+            {"x": x.bfloat16()[:, :200], "scales": None},
+            r"whole lines of 16 elements, got bfloat16 \[5, 200\]",
         ),
     ],
     "with extra": [

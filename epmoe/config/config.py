@@ -25,7 +25,7 @@ from epmoe.config.deadlines import INSIDE_NODE_S
 from epmoe.config.from_hf import sections_of
 from epmoe.config.placement import Placement
 from epmoe.config.strict import Float32, Strict
-from epmoe.native.formats import WIRE_FORMATS, PayloadName
+from epmoe.native.formats import LINE_BYTES, WIRE_FORMATS, PayloadName
 
 __all__ = ["ConfigError", "EPConfig"]
 
@@ -264,7 +264,7 @@ class ExchangeConfig(Strict):
     """auto: shared_memory on CPU, nvlink on CUDA."""
     payload: PayloadName = "auto"
     """Format of rows sent to the experts; auto: `model.dtype`; fp8: e4m3 with one fp32 scale per
-    128 elements.
+    128 elements. `hidden_size` is then a multiple of 16, over several nodes of 128.
     """
     combine_payload: PayloadName = "auto"
     """Format of rows sent back by combine; the same choices."""
@@ -718,14 +718,20 @@ class EPConfig(Strict):
         exchange = self.exchange
         tokens = self.capacity.max_num_tokens_per_rank
         # A row, with what it brings, has a format for the wire.
-        for key in ("payload", "combine_payload"):
-            wire = WIRE_FORMATS[getattr(exchange, key)]
+        payload = WIRE_FORMATS[exchange.payload]
+        combine = WIRE_FORMATS[exchange.combine_payload]
+        several = self.topology.num_nodes > 1
+        for key, wire, longer in (
+            ("payload", payload, not several),
+            ("combine_payload", combine, False),
+        ):
+            # Rows go out with zeros behind them, over one node, and return as they are.
+            step = LINE_BYTES if longer else wire.block
             yield _Rule(
                 key=f"exchange.{key}",
-                holds=wire.takes(model.hidden_size),
+                holds=not wire.block or model.hidden_size % step == 0,
                 must_be=(
-                    f"auto where `model.hidden_size` = {model.hidden_size} is no multiple of "
-                    f"{wire.block}"
+                    f"auto where `model.hidden_size` = {model.hidden_size} is no multiple of {step}"
                 ),
                 got=wire.name,
             )

@@ -3,9 +3,11 @@ elements of x.
 
     x | 12 bytes, a word of zeros | 12 bytes, a word of zeros | …
 
-A row in a dtype with scales has whole blocks of them, each with a scale of 1. Every stage copies
-the longer row as it is. The last word of a line of 16 bytes stays zeros: the LL protocol does not
-carry all its values (docs/protocol.md, "LL lines").
+A row in a dtype with scales has whole blocks of them, of which those without elements of x have a
+scale of 1. Where D is no multiple of a block, a row is longer in rounds without `extra`, too: it
+brings `NOTHING`, which is zeros. Every stage copies the longer row as it is. The last word of a
+line of 16 bytes stays zeros: the LL protocol does not carry all its values (docs/protocol.md, "LL
+lines").
 """
 
 from __future__ import annotations
@@ -84,6 +86,10 @@ class Extra(NamedTuple):
             in_lines = tail.unflatten(-1, (-1, LINE_BYTES))[..., :EXTRA_IN_LINE]
             tail = in_lines.flatten(-2)[..., : self.nbytes].contiguous()
         return tail[..., : self.nbytes].view(self.dtype).view(*rows.shape[:-1], *self.shape)
+
+
+NOTHING = Extra(torch.uint8, (0,))
+"""What tokens bring in rounds without `extra` in which rows need whole blocks."""
 
 
 def check_extra(given: object, T: int, device: torch.device, most_bytes: int) -> None:

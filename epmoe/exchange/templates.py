@@ -15,7 +15,7 @@ from torch import Tensor
 from epmoe.config.config import EPConfig
 from epmoe.exchange.call import Call
 from epmoe.exchange.descriptors import Descriptors
-from epmoe.exchange.extra import Extra, check_extra
+from epmoe.exchange.extra import NOTHING, Extra, check_extra
 from epmoe.exchange.handles import ExpertMajor, Received, RoundShape, RoundTemplate, Slabs
 from epmoe.exchange.round_state import RoundState
 from epmoe.native.arguments import (
@@ -27,7 +27,7 @@ from epmoe.native.arguments import (
     dtype_name,
     refuse_tangents,
 )
-from epmoe.native.formats import WIRE_FORMATS, WireFormat
+from epmoe.native.formats import LINE_BYTES, WIRE_FORMATS, WireFormat
 from epmoe.native.layouts import constant
 
 
@@ -66,6 +66,7 @@ class Templates:
         # `of` compares calls with these.
         self._payload = WIRE_FORMATS[config.exchange.payload]
         self._element = self._payload.element
+        self._block = self._payload.block
         self._max_tokens = config.capacity.max_num_tokens_per_rank
         self._templates: dict[tuple[object, ...], RoundTemplate] = {}
         # Raises EPStateError while no round may begin. So there are no templates by then, and calls
@@ -95,6 +96,8 @@ class Templates:
                 else:
                     kind = Extra.of(extra)
                     extra_fits = _extra_fits(extra, T, device)
+            elif self._block and D % self._block:
+                kind = NOTHING
 
             # The fields of `RoundShape`, in its order.
             dtype = x.dtype
@@ -133,7 +136,7 @@ class Templates:
         if x.dtype is payload.element:
             no_scales = x.new_empty(0, payload.num_scales(D), dtype=payload.scale)
         no_extra = None
-        if extra is not None:
+        if extra is not None and extra != NOTHING:
             no_extra = x.new_empty(0, *extra.shape, dtype=extra.dtype)
         return Call(
             x,
@@ -149,8 +152,10 @@ class Templates:
 
     def with_extra(self, call: Call, kind: Extra) -> Call:
         """The call with longer rows, behind whose elements their `extra` lies."""
-        assert call.extra is not None
-        x, scales = kind.behind(call.x, call.scales, call.extra, self._payload)
+        given = call.extra
+        if given is None:
+            given = call.x.new_empty(len(call.x), *kind.shape, dtype=kind.dtype)
+        x, scales = kind.behind(call.x, call.scales, given, self._payload)
         return call._replace(x=x, scales=scales, extra=kind)
 
     def _new(self, shape: RoundShape) -> RoundTemplate:
@@ -212,7 +217,7 @@ class Templates:
             scales = rows_as(views["row_scales"], payload.scale, payload.num_scales(width))
             scales = scales[:, : payload.num_scales(D)]
         read_extra = None
-        if shape.extra is not None:
+        if shape.extra is not None and shape.extra != NOTHING:
             read_extra = partial(shape.extra.read, rows, items)
         return ExpertMajor(
             rows=rows[:, :items],
@@ -239,7 +244,7 @@ class Templates:
             buffer = self._slabs_of("recv.scales")
             scales = _slabs_as(buffer, payload.scale, payload.num_scales(D))
         read_extra = None
-        if shape.extra is not None:
+        if shape.extra is not None and shape.extra != NOTHING:
             read_extra = partial(shape.extra.read, x, items)
         return Slabs(
             x=x[..., :items],
@@ -286,7 +291,7 @@ def _slabs_as(buffer: Tensor, dtype: torch.dtype, length: int) -> Tensor:
 
 def _fits(scales: Tensor, payload: WireFormat, T: int, D: int, device: torch.device) -> bool:
     """Whether `scales` needs no copy and no error: as many as `payload` has, in contiguous rows."""
-    if scales.shape != (T, D // payload.block):
+    if scales.shape != (T, payload.num_scales(D)):
         return False
     if scales.dtype is not payload.scale or scales.device != device:
         return False
@@ -360,15 +365,18 @@ def _check_x(config: EPConfig, device: torch.device, call: Call) -> None:
     check_tensor("x", x, dtypes, ("T", "D"), device)
     T, hidden = x.shape
 
-    # Whole blocks of scales, or whole lines of 16 bytes.
+    # Whole lines of 16 bytes. Where rows do not become longer, whole blocks of scales.
     payload = WIRE_FORMATS[config.exchange.payload]
     combine = WIRE_FORMATS[config.exchange.combine_payload]
-    block = max(payload.block, combine.block)
     step = 16 // x.dtype.itemsize
     whole = "16 bytes"
-    if block:
-        step = block
-        whole = f"blocks of {block}"
+    if payload.block:
+        step = LINE_BYTES
+        whole = f"lines of {LINE_BYTES} elements"
+    several = config.topology.num_nodes > 1
+    if combine.block or (payload.block and several):
+        step = max(payload.block, combine.block)
+        whole = f"blocks of {step}"
     if hidden > D or hidden < 1 or hidden % step:
         raise ValueError(
             f"`x` must be {dtype_name(dtypes[0])} [T, {D}], or a smaller D of whole {whole}, got "
@@ -426,7 +434,7 @@ def _check_scales(config: EPConfig, device: torch.device, call: Call) -> None:
     if scales is None or payload.scale is None:
         return
     T, hidden = call.x.shape
-    check_tensor("scales", scales, (payload.scale,), (T, hidden // payload.block), device)
+    check_tensor("scales", scales, (payload.scale,), (T, payload.num_scales(hidden)), device)
     if scales.stride(1) != 1 and hidden > payload.block:
         raise ValueError(
             f"`scales` must have contiguous rows, got strides {scales.stride()}: use "

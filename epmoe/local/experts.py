@@ -358,8 +358,8 @@ class GroupedExperts(nn.Module):
                 as the gradients of these rows are.
             expert_offsets: int32 [e + 1]. Expert i's segment is rows[expert_offsets[i] :
                 expert_offsets[i + 1]], alignment gaps included.
-            scales: fp32 [N, D/128] of fp8 rows, or None. The rows are dequantized, unless DeepGEMM
-                takes them as they are.
+            scales: fp32 [N, ⌈D/128⌉] of fp8 rows, or None. The rows are dequantized, unless a
+                kernel takes them as they are.
             tokens_per_expert: int32 [e], rows of each segment without its gap, so that nothing is
                 computed for gaps between the two GEMMs; by default segments count as full.
             alignment: in rows: all segments start at its multiples. That of a round is
@@ -398,7 +398,7 @@ class GroupedExperts(nn.Module):
             if isinstance(scales, Tensor) and scales.dim():
                 num_scales = scales.shape[-1]
             wire = format_of_rows(D, num_scales)
-            shape = (N, D // wire.block)
+            shape = (N, wire.num_scales(D))
             check_tensor("scales", scales, (wire.scale or torch.float32,), shape, device)
 
         # Where the rows of each expert lie, by which a GEMM is chosen.
@@ -435,7 +435,9 @@ class GroupedExperts(nn.Module):
     def _served(
         self, rows_ND: Tensor, scales: Tensor | None, segments: Segments, weights: Weights
     ) -> Tensor:
-        if weights.added is not None or not rows_ND.is_contiguous():
+        # Rows that are dequantized lie one after the other, whatever their stride is.
+        is_dequantized = scales is not None and not self.is_fp8
+        if weights.added is not None or not (rows_ND.is_contiguous() or is_dequantized):
             # Kernels for few rows take neither, so they are not asked.
             segments = segments._replace(rows_per_expert=None)
         return self._stage.serve(weights, rows_ND, scales, segments)

@@ -20,7 +20,7 @@ from epmoe.native.arguments import (
     describe_fields,
     token_count,
 )
-from epmoe.native.formats import SCALE_BLOCK
+from epmoe.native.formats import SCALE_BLOCK, format_of_rows
 
 
 class Quantized(NamedTuple):
@@ -118,8 +118,14 @@ def quantize_weights(weights: Tensor) -> Quantized:
 
 
 def dequantize_rows(rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantize fp8 rows [N, D] to `dtype`. Each of their scales, fp32 [N, B], belongs to D / B
-    elements of a row.
+    """Dequantize fp8 rows [N, D] to `dtype`. Each of their scales, fp32 [N, B], belongs to a block
+    of `format_of_rows(D, B)`, of which the last may be smaller.
     """
-    blocks = rows.float().unflatten(1, (scales.shape[1], -1))
-    return (blocks * scales[..., None]).flatten(1).to(dtype)
+    D = rows.shape[1]
+    block = format_of_rows(D, scales.shape[1]).block
+    # Whole blocks need no scale for each element.
+    if D % block == 0:
+        blocks = rows.float().unflatten(1, (-1, block))
+        return (blocks * scales[..., None]).flatten(1).to(dtype)
+    of_elements = scales.repeat_interleave(block, 1)[:, :D]
+    return (rows.float() * of_elements).to(dtype)

@@ -93,7 +93,7 @@ class Stage(NamedTuple):
         self, weights: Weights, rows_ND: Tensor, scales: Tensor | None, segments: Segments
     ) -> Tensor:
         """Run the experts without gradients: rows [N, D], in the dtype of outputs or fp8 with
-        scales fp32 [N, D/128], → outputs [N, D].
+        scales fp32 [N, ⌈D/128⌉], → outputs [N, D].
 
         On CPUs rows past the last segment cost nothing. Raises ValueError if no GEMM takes the
         segments.

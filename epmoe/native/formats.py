@@ -60,7 +60,9 @@ class WireFormat:
         whole blocks.
         """
         items = -(-extra_bytes // EXTRA_IN_LINE) * LINE_BYTES // self.dtype_of(dtype).itemsize
-        return D + (-(-items // self.block) * self.block if self.block else items)
+        if not self.block:
+            return D + items
+        return -(-(D + items) // self.block) * self.block
 
     def num_scales(self, D: int) -> int:
         return -(-D // self.block) if self.block else 0
@@ -86,7 +88,7 @@ def format_of_rows(D: int, scales: int) -> WireFormat:
     has so many.
     """
     scaled = [each for each in WIRE_FORMATS.values() if each.scale and not each.packed]
-    return next((each for each in scaled if each.block * scales == D), scaled[0])
+    return next((each for each in scaled if each.num_scales(D) == scales), scaled[0])
 
 
 def payload_of(element: torch.dtype, block: int) -> PayloadName | None:

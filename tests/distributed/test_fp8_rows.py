@@ -43,6 +43,9 @@ SHAPES = [
     (16, 70, 32, 256, None),
     (0, 70, 32, 256, 20),
     (60, 50, 32, 20480, 2),
+    # The last block of a row is partly filled: as that of gpt-oss, and one line of it.
+    (5, 3, 256, 144, None),
+    (70, 64, 32, 2880, None),
 ]
 
 
@@ -55,12 +58,12 @@ def make_fp8_ep(
 
 
 def random_rows(T: int, D: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Bytes of fp8 rows [T, D] and bits of scales [T, D/128]: any, but for those that mark an LL
+    """Bytes of fp8 rows [T, D] and bits of scales [T, ⌈D/128⌉]: any, but for those that mark an LL
     line as empty.
     """
     rows = torch.randint(0, 256, (T, D), dtype=torch.uint8, generator=generator(seed))
     scales = torch.randint(
-        -(2**31), 2**31, (T, D // 128), dtype=torch.int64, generator=generator(seed + 1)
+        -(2**31), 2**31, (T, -(-D // 128)), dtype=torch.int64, generator=generator(seed + 1)
     ).int()
     assert not rows.view(torch.int32).eq(-1).any() and not scales.eq(-1).any()
     return rows, scales

@@ -324,8 +324,8 @@ class Gemm(ABC):
     ) -> Tensor:
         """The whole stage: rows [N, D] → outputs [N, D].
 
-        Rows are in the dtype of outputs, or fp8 with scales fp32 [N, D/128]. A GEMM that fuses the
-        stage has a method of its own, opaque to torch.compile.
+        Rows are in the dtype of outputs, or fp8 with scales fp32 [N, ⌈D/128⌉]. A GEMM that fuses
+        the stage has a method of its own, opaque to torch.compile.
         """
         unquantized = (rows, scales)
         added = weights.added

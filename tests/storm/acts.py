@@ -254,7 +254,8 @@ class Act:
                 self.calls.recover, self.board, again=of_regroup, signalled=False
             )
         sizes = {outcome.size for outcome in outcomes.values()}
-        assert sizes == {len(self.names)}, f"recover: {sizes}, {ended(outcomes)}"
+        whole = all_whole(outcomes) and sizes == {len(self.names)}
+        assert whole, f"recover: {sizes}, {ended(outcomes)}"
         self.regrouped()
 
     def resize(self) -> None:

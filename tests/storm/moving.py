@@ -176,7 +176,7 @@ class Moving(Act):
         self.by_each(tick, self.draw.randint(1, 12), again=of_own)
 
     def move(self) -> None:
-        outcomes = self.all_call(finish, signalled=False)
+        outcomes = self.all_call(finish, again=of_own)
         assert all_whole(outcomes), f"moves do not end: {ended(outcomes)}"
         (calls, table), *others = [outcome.value for outcome in outcomes.values()]
         assert all(other == (calls, table) for other in others), f"{others} beside {calls, table}"

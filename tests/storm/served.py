@@ -391,9 +391,10 @@ class Served(Act):
         self.last += 1
         for name in self.trainers:
             told = self.host.do([name], send, self.last, False)[0]
-            if "could not send" in told:
+            while "could not send" in told:
                 told = self.host.do([name], send, self.last, False)[0]
             assert told == "", told
+        self.untold = dict.fromkeys(self.trainers, 0)
         self.whole = newest_version(self.folder / "versions")
         assert self.whole == self.last, f"{self.last} is not whole"
 
@@ -569,7 +570,8 @@ class Served(Act):
 
 Served.steps = {
     Served.play: 3,
-    Served.send: 8,
+    Served.send: 7,
+    Served.send_signalled: 2,
     Served.load_version: 3,
     Served.put: 3,
     Served.sleep: 3,

@@ -511,6 +511,7 @@ STEPS = {
     "hands over": (LiveExperts, "_begin"),
     "decides": (epmoe.group.recovery, "_meet"),
     "connects": (dist, "init_process_group"),
+    "has half a group": (dist.distributed_c10d, "_update_default_pg"),
     "checks": (epmoe.service, "check_size"),
     "opens": (Peers, "all_gather"),
     "maps": (epmoe.service, "open_exchange"),  # the others have closed their windows so far by then

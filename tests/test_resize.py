@@ -188,7 +188,13 @@ def resize_twice(state, folder: Path, where: str) -> list | bool:
 
 
 @pytest.mark.parametrize(
-    ("where", "moves"), [slow("decides", False), ("maps", False), ("has windows", True)]
+    ("where", "moves"),
+    [
+        slow("decides", False),
+        slow("has half a group", False),
+        ("maps", False),
+        ("has windows", True),
+    ],
 )
 def test_a_signal_handler_raises(host, where, moves):
     """The attempt ends for all, and all get into the next one once this rank calls again."""

@@ -26,7 +26,7 @@ from epmoe.config.deadlines import ANSWER_S
 from epmoe.group.deaths import has_ended, name_of_process, processor_time
 from epmoe.group.peers import Peers
 from epmoe.group.store import POLL_S, OutlivingStore
-from epmoe.group.waiting import interruptible, start_thread
+from epmoe.group.waiting import as_on_this_thread, interruptible, start_thread, to_its_end
 
 # From one sign of life to the next.
 _BEAT_S = 0.05
@@ -242,7 +242,8 @@ class Meeting:
         connect_s = min(timeout_s, decision.last_call_s, _CONNECT_S * 2**attempt)
         group = dist.PrefixStore(f"{self.board.name}/group", store)
         make = partial(dist.init_process_group, backend, store=group, rank=rank, world_size=size)
-        connected(make, connect_s, timeout_s)
+        # torch keeps half a group that a signal handler has interrupted, and makes no other then.
+        to_its_end(as_on_this_thread(partial(connected, make, connect_s, timeout_s)))
         store.look = None
 
     def _check_attempt(self, decision: Decision, deadline: float) -> None:
@@ -327,7 +328,7 @@ def leave_group() -> None:
     this one.
     """
     if dist.is_initialized():
-        dist.destroy_process_group()
+        to_its_end(as_on_this_thread(dist.destroy_process_group))
 
 
 # The store of the default group, which does not keep one of Python.

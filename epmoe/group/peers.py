@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, BroadcastOptions
 
 from epmoe.group.errors import EPStateError
-from epmoe.group.waiting import Uninterrupted, as_on_this_thread
+from epmoe.group.waiting import Uninterrupted, as_on_this_thread, to_its_end
 
 _Value = TypeVar("_Value")
 # Errors that reach other ranks as they are.
@@ -246,7 +246,7 @@ class Peers:
         """
         if self.group is None:
             return [value]
-        return _uninterrupted(partial(self._gather_values, value))
+        return to_its_end(partial(self._gather_values, value))
 
     def _gather_values(self, value: _Value) -> list[_Value]:
         """Gather every rank's value, as JSON."""
@@ -306,14 +306,4 @@ def run_uninterrupted(steps: Sequence[Peers], work: Callable[[], _Value]) -> _Va
             peers._hear()
         return work()
 
-    return _uninterrupted(as_on_this_thread(begin_together))
-
-
-def _uninterrupted(work: Callable[[], _Value]) -> _Value:
-    """Do the work once and to its end. A signal handler's exception comes before or after it."""
-    calls = Uninterrupted(work)
-    try:
-        return calls.run()
-    except BaseException:
-        calls.finish_or_cancel()
-        raise
+    return to_its_end(as_on_this_thread(begin_together))

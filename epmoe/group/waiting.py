@@ -162,6 +162,18 @@ class Uninterrupted(Generic[_Value]):
         return self._value
 
 
+def to_its_end(work: Callable[[], _Value]) -> _Value:
+    """The value of work that is done once and to its end, or not at all. What a signal handler
+    raises is raised before it or behind it.
+    """
+    uninterrupted = Uninterrupted(work)
+    try:
+        return uninterrupted.run()
+    except BaseException:
+        uninterrupted.finish_or_cancel()
+        raise
+
+
 def start_thread(thread: Thread) -> None:
     """Start a thread. What a signal handler raises meanwhile is raised once `thread` has started,
     or never will: `thread.ident` tells which.
@@ -170,12 +182,7 @@ def start_thread(thread: Thread) -> None:
     list of threads.
     """
     # Python runs signal handlers on the main thread only, so none raises in this call of `start`.
-    start = Uninterrupted(thread.start)
-    try:
-        start.run()
-    except BaseException:
-        start.finish_or_cancel()
-        raise
+    to_its_end(thread.start)
 
 
 class Promise(Generic[_Value]):

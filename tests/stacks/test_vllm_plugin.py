@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -26,6 +27,7 @@ from epmoe.group.errors import EPStateError, EPTimeoutError
 from epmoe.integrations.served import ServedExperts
 from epmoe.integrations.vllm import layer as layers
 from epmoe.integrations.vllm import sizes, sleep
+from epmoe.integrations.vllm import weights as versions
 from epmoe.integrations.vllm.choice import Choice
 from epmoe.integrations.vllm.experts import EpmoeExperts, loaded
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
@@ -226,6 +228,33 @@ def test_sleep_and_wake_go_on_where_one_exchange_has_failed(
             assert first.asleep == second.asleep == (name == "sleep")
 
 
+def test_versions_are_refused_while_windows_sleep_and_in_a_fork(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The memory of the weights sleeps, too; and a fork has none of the group's threads."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = SimpleNamespace(cpu_group=dist.group.WORLD)
+    monkeypatch.setattr(versions, "get_ep_group", lambda: group)
+    engine: Any = versions.VersionEngine.__new__(versions.VersionEngine)
+    engine.parallel_config = SimpleNamespace(enable_eplb=False, pipeline_parallel_size=1)
+    engine.init_transfer_engine(versions.FolderInfo(str(tmp_path / "versions")))
+    try:
+        with epmoe.ExpertParallel(alone()) as ep:
+            monkeypatch.setattr(versions, "named_exchanges", lambda: {"0-1": ep})
+            ep.sleep()
+            with pytest.raises(ValueError, match="the weights sleep: wake them up"):
+                engine.receive_weights(versions.VersionInfo(1))
+            ep.wake()
+            with pytest.raises(TimeoutError, match="version 1 of the weights did not come"):
+                engine.receive_weights(versions.VersionInfo(1, timeout_s=0.01))
+        monkeypatch.setattr(os, "getpid", lambda: -1)
+        with pytest.raises(ValueError, match="belongs to process"):
+            engine.receive_weights(versions.VersionInfo(1))
+    finally:
+        monkeypatch.undo()
+        dist.destroy_process_group()
+
+
 def test_the_exchange_asks_for_no_weight_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as `w13_weight`, which vLLM's methods for 4 bits call otherwise."""
     moe = SimpleNamespace(
@@ -246,6 +275,7 @@ def test_the_exchange_asks_for_no_weight_by_name(monkeypatch: pytest.MonkeyPatch
     try:
         group = SimpleNamespace(cpu_group=dist.group.WORLD, device=torch.device("cpu"))
         monkeypatch.setattr(layers, "get_ep_group", lambda: group)
+        layers._let_windows_sleep()
         exchange = layers._make_exchange(layer, "auto", Choice("rank"), aligned=False)
         assert exchange.sizes.tokens == [1, 2] and model.sleep_mode_backend == "epmoe"
         exchange.sizes.close()

@@ -15,6 +15,7 @@ the former weights serve on.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from epmoe.group.collective import naming
 from epmoe.group.peers import Peers
 from epmoe.integrations.vllm import release
 from epmoe.integrations.vllm.experts import EpmoeExperts
-from epmoe.integrations.vllm.sizes import TIMEOUT_S
+from epmoe.integrations.vllm.sizes import TIMEOUT_S, named_exchanges
 from epmoe.live.finite import NotFiniteError, nonfinite_rows
 from epmoe.live.versions import (
     PLAIN,
@@ -107,6 +108,8 @@ class VersionEngine(WeightTransferEngine[FolderInfo, VersionInfo]):
     update_info_cls = VersionInfo
     supports_draft_weight_update = False
     _folder: Path | None = None
+    _process: int
+    """that has taken the folder"""
 
     def init_transfer_engine(self, init_info: FolderInfo) -> None:
         """Take the folder, which is made where it is not there yet.
@@ -125,6 +128,7 @@ class VersionEngine(WeightTransferEngine[FolderInfo, VersionInfo]):
             if is_set:
                 raise ValueError(f"the weight transfer of epmoe does not go with {flag}")
         self._folder = own_folder(init_info.folder)
+        self._process = os.getpid()
 
     def start_weight_update(self) -> None:
         """Nothing: weights change in `update_weights`, once all ranks have looked at them."""
@@ -141,16 +145,28 @@ class VersionEngine(WeightTransferEngine[FolderInfo, VersionInfo]):
 
         If this raises before a weight has changed, the former ones serve on: TimeoutError where the
         version has not come, FileNotFoundError where it has gone, NotFiniteError where it has NaN
-        or Inf, and ValueError if it does not fit; RuntimeError or ValueError on the other ranks.
+        or Inf, and ValueError if it does not fit, or while the weights sleep; RuntimeError or
+        ValueError on the other ranks. In a fork of vLLM's process it is a ValueError, too.
         EPTimeoutError names ranks that are missing. After an error of vLLM's loaders on a rank,
         which is raised on all, weights are mixed: call this again, or end vLLM.
         """
         folder = self._folder
         if folder is None:
             raise ValueError("`init_weight_transfer_engine` names the folder: call it first")
+        if self._process != os.getpid():
+            raise ValueError(
+                f"the weight transfer belongs to process {self._process}, of which this process is "
+                "a fork"
+            )
         peers = Peers.of(get_ep_group().cpu_group, TIMEOUT_S)
         with naming("update_weights", []):
             with peers.together():
+                # Their memory is not there, where vLLM's sleep mode has taken it.
+                if any(ep.asleep for ep in named_exchanges().values()):
+                    raise ValueError(
+                        "the weights sleep: wake them up (`wake_up`, tags `weights`) before "
+                        "`update_weights`"
+                    )
                 _await_version(peers, folder, update_info)
                 version = map_version(folder, update_info.version, shared_memory(self.device))
                 layers = self._layers(version)

@@ -200,6 +200,29 @@ def test_one_rank_fails_alone(comm: EpmoeCommunication) -> None:
         assert_close(run(comm, *mine), moe_reference(*mine, host.weights()))
 
 
+def test_a_fork_and_a_sleeper_are_refused() -> None:
+    """Both by name, and neither costs the other rank a round."""
+    comm = make(EpmoeConfig({"timeout_s": 63}))
+    mine = host.tokens(dist.get_rank(), 3)
+    assert_close(run(comm, *mine), moe_reference(*mine, host.weights()))
+    child = os.fork()
+    if child == 0:
+        try:
+            comm.dispatch(*mine)
+        except RuntimeError as error:
+            os._exit(0 if "fork" in str(error) else 1)
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    ep = comm._windows.ep
+    ep.sleep()
+    with pytest.raises(RuntimeError, match="sleeps: call `wake`"):
+        comm.dispatch(*mine)
+    ep.wake()
+    assert_close(run(comm, *mine), moe_reference(*mine, host.weights()))
+    dist.barrier()
+    comm.destroy()
+
+
 def test_a_round_without_a_combine_is_given_up(comm: EpmoeCommunication) -> None:
     """As where the kernel of one rank has raised."""
     mine = host.tokens(dist.get_rank(), 3)

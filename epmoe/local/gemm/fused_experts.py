@@ -1,7 +1,8 @@
-"""Calls in which an expert has some rows or many, in fp8: one kernel of our own for the stage.
+"""Calls in which an expert has some tens of rows, in fp8: one kernel of our own for the stage.
 
-On H200 it takes the calls with more rows than those of `FewRowsByTma`. Sums have the order of those
-kernels and of DeepGEMM. How it works stands with the kernel, `fused_experts` of csrc/cuda/hopper.
+It takes the calls between those of `FewRowsByTma` and those of DeepGEMM, which spend most of their
+time on reading weights. Sums have the order of both. How it works stands with the kernel,
+`fused_experts` of csrc/cuda/hopper.
 """
 
 from __future__ import annotations
@@ -30,24 +31,29 @@ _FEWEST = 20.0
 _LONG_US = 150.0
 # The same if weights take longer: up to here the kernels for few rows are the fastest.
 _FEWEST_OF_LONG = 4.0
-# The most rows that were measured, where the kernel was still faster than DeepGEMM.
-_MOST = 1024.0
-# Weights that take less time to read were not measured. The least that were take 70 µs.
-_LEAST_US = 50.0
+# From so many rows on, for each µs of reading, DeepGEMM is faster.
+_ROWS_OF_US = 0.92
+# The most: with 512 rows of DeepSeek-V3 both are as fast.
+_MOST = 256.0
+# Kernels by TMA take as many rows before DeepGEMM does. Where this kernel takes no more, it has no
+# calls.
+_MOST_BY_TMA = 48.0
 
 
 def fewest_rows_fused(reading: Reading) -> float:
     """Rows of an expert, on average, up to which kernels by TMA or for few rows are faster. Weights
     are fp8.
     """
-    if most_rows_fused(reading) == 0:
+    if most_rows_fused(reading) < _MOST_BY_TMA:
         return math.inf
     return _FEWEST if reading.us < _LONG_US else _FEWEST_OF_LONG
 
 
 def most_rows_fused(reading: Reading) -> float:
     """Rows of an expert, on average, up to which DeepGEMM is slower. Weights are fp8."""
-    return _MOST if reading.fast and reading.us >= _LEAST_US else 0.0
+    if not reading.fast:
+        return 0.0
+    return min(_ROWS_OF_US * reading.us, _MOST)
 
 
 class FusedExperts(FewRows):

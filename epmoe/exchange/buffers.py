@@ -20,6 +20,13 @@ class Buffers:
     Groups that are alike have the same scratch at `addresses`. No round begins before
     `let_rounds_begin`.
 
+    Args:
+        plan: the sizes and places of the buffers.
+        placement: what the tables of experts say.
+        window: memory that other ranks write into.
+        addresses: where scratch is reserved.
+        seats: the ranks of this node, of which some may be empty.
+
     Attributes:
         memory: window and scratch, as the operators take them.
         views: the buffers by name.

@@ -106,7 +106,7 @@ dist.destroy_process_group()
 """
 # Rounds by both protocols, in both layouts, with rows as they are and as fp8, checked.
 EXCHANGE = f"""{BEGIN}
-from exchanges import assert_y, make_config, make_tokens, run_round
+from exchanges import assert_round, assert_y, make_config, make_tokens, run_round
 import epmoe, epmoe.exchange.memory
 for epmoe.exchange.memory.LL_MAX_TOKENS in (1024, 8):
     for payload in ("auto", "fp8"):
@@ -117,7 +117,7 @@ for epmoe.exchange.memory.LL_MAX_TOKENS in (1024, 8):
             for layout in ("expert", "rank"):
                 for T in (40, 3):
                     tokens = make_tokens(ep.config, rank, T, kind="adversarial")
-                    assert_y(run_round(ep, tokens, layout), ep.config, tokens)
+                    assert_round(ep, tokens, layout)
             ep.check()
 {END}"""
 # Rounds by both protocols among empty seats, and again after a sleep.

@@ -408,12 +408,17 @@ def run_round(
     return ep.combine(run_experts(ep, d), d)
 
 
+def assert_round(ep: ExpertParallel, tokens: Tokens, layout: str = "expert") -> None:
+    """Plays a round, which agrees with the dense layer."""
+    assert_y(run_round(ep, tokens, layout), ep.config, tokens)
+
+
 def first_round(ep: ExpertParallel, num_tokens: int, layout: str = "expert") -> Tokens:
     """Plays a round that agrees with the dense layer, for which GPUs load their kernels. Returns
     this rank's input.
     """
     tokens = make_tokens(ep.config, ep.rank, num_tokens)
-    assert_y(run_round(ep, tokens, layout), ep.config, tokens)
+    assert_round(ep, tokens, layout)
     return tokens
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import assert_y, first_round, make_tokens, node_of, run_round
+from exchanges import assert_round, assert_y, first_round, make_tokens, node_of, run_round
 from helpers import ON_GPUS, ON_THE_CPU
 from waits import LONG_S, SHORT_S
 
@@ -38,7 +38,7 @@ def test_a_window_of_random_bits(make_ep, rank, size, device, payload_only, seed
     """
     ep = make_ep(timeout_s=LONG_S if payload_only else 0.3, max_tokens=40)
     tokens = make_tokens(ep.config, rank, 40, seed=seed)
-    assert_y(run_round(ep, tokens), ep.config, tokens)
+    assert_round(ep, tokens)
     dist.barrier()
     # The last rank writes random bits over its buffers.
     if rank == size - 1:
@@ -52,7 +52,7 @@ def test_a_window_of_random_bits(make_ep, rank, size, device, payload_only, seed
     # Rounds are right where each writes anew what it reads, or fail.
     for layout in ("expert", "rank"):
         if payload_only:  # every round writes anew what it reads
-            assert_y(run_round(ep, tokens, layout=layout), ep.config, tokens)
+            assert_round(ep, tokens, layout)
         else:
             with suppress(epmoe.EPError, RuntimeError):
                 run_round(ep, tokens, layout=layout)
@@ -60,7 +60,7 @@ def test_a_window_of_random_bits(make_ep, rank, size, device, payload_only, seed
     ep.close()
     dist.barrier()
     again = make_ep(max_tokens=40)
-    assert_y(run_round(again, tokens), again.config, tokens)
+    assert_round(again, tokens)
 
 
 @ON_THE_CPU
@@ -128,7 +128,7 @@ def test_a_window_of_random_bits_on_a_gpu(
     ep = make_ep(ll_max_tokens, max_tokens=40, experts=5 * size, timeout_s=DEADLINE_S)
     tokens = make_tokens(ep.config, rank, 40)
     for layout in ("expert", "rank"):
-        assert_y(run_round(ep, tokens, layout=layout), ep.config, tokens)
+        assert_round(ep, tokens, layout)
     ep.check()
     dist.barrier()
 
@@ -163,4 +163,4 @@ def test_a_window_of_random_bits_on_a_gpu(
     ep.close()
     dist.barrier()
     again = make_ep(ll_max_tokens, max_tokens=40, experts=5 * size)
-    assert_y(run_round(again, tokens), again.config, tokens)
+    assert_round(again, tokens)

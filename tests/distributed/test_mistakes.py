@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from exchanges import (
     Tokens,
+    assert_round,
     assert_y,
     first_round,
     given,
@@ -108,7 +109,7 @@ def test_a_rank_gives_a_round_up(make_ep, rank, size, state, on_abort, layout):
             assert_y(
                 run_round(ep, tokens, layout), ep.config, without_rank(ep, tokens, GIVER, sent=sent)
             )
-        assert_y(run_round(ep, tokens, layout), ep.config, tokens)
+        assert_round(ep, tokens, layout)
     ep.check()
     # Only rounds that took something from others count as aborted.
     if ep.config.topology.num_nodes == 1:
@@ -116,7 +117,7 @@ def test_a_rank_gives_a_round_up(make_ep, rank, size, state, on_abort, layout):
     for _ in range(2):
         # All ranks give the same round up.
         give_up(ep, tokens, layout, state)
-        assert_y(run_round(ep, tokens, layout), ep.config, tokens)
+        assert_round(ep, tokens, layout)
     ep.check()
 
 
@@ -198,7 +199,7 @@ def test_an_overflow_beside_an_abort_leaves_nothing_for_the_next_round(
                 ep.combine(run_experts(ep, d), d)
             assert f"round {n}: rank(s) [{GIVER}] aborted the round" in caught.value.__notes__[0]
         # The next round is whole.
-        assert_y(run_round(ep, few), ep.config, few)
+        assert_round(ep, few)
     ep.check()
 
 
@@ -249,7 +250,7 @@ def test_abort_waits_for_nobody(ep, rank, size):
         dist.barrier()
         if rank != 0:
             assert_y(run_round(ep, tokens), ep.config, without_rank(ep, tokens, 0))
-    assert_y(run_round(ep, tokens), ep.config, tokens)
+    assert_round(ep, tokens)
 
 
 def test_an_abort_takes_nothing_from_the_round_before(ep, rank, size):
@@ -276,7 +277,7 @@ def test_an_abort_takes_nothing_from_the_round_before(ep, rank, size):
         if rank != 0:
             assert_y(ep.combine_recv(d), ep.config, tokens)
             assert_y(run_round(ep, tokens), ep.config, without_rank(ep, tokens, 0))
-    assert_y(run_round(ep, tokens), ep.config, tokens)
+    assert_round(ep, tokens)
 
 
 def test_ranks_that_abort_at_random(ep, rank, size):
@@ -311,7 +312,7 @@ def test_ranks_that_never_end_a_round_that_was_given_up(make_ep, rank, size):
         if topology.num_nodes > 1
         else range(1, size)
     )
-    assert_y(run_round(ep, tokens), ep.config, tokens)
+    assert_round(ep, tokens)
     if rank == 0:
         ep.dispatch_send(*given(ep, tokens))
         ep.abort()
@@ -348,7 +349,7 @@ def test_abort_after_out_of_memory(ep, rank, size, monkeypatch):
                 with pytest.raises(torch.cuda.OutOfMemoryError):
                     ep.combine(rows, d)
             ep.abort()
-        assert_y(run_round(ep, tokens), ep.config, tokens)
+        assert_round(ep, tokens)
     ep.check()
 
 
@@ -545,7 +546,7 @@ def test_a_subgroup_numbers_its_own_ranks(rank, size, device):
         with ExpertParallel(make_config(len(members)), group=group, device=device) as ep:
             assert ep.rank == members.index(rank)
             tokens = make_tokens(ep.config, ep.rank, 9)
-            assert_y(run_round(ep, tokens), ep.config, tokens)
+            assert_round(ep, tokens)
 
 
 def test_no_room_for_the_windows(rank, size, device):

@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import Tokens, assert_y, given, make_tokens, run_round
+from exchanges import Tokens, assert_round, assert_y, given, make_tokens
 from helpers import ON_GPUS, poison_
 from test_graphs import capturable_experts
 from waits import within
@@ -30,7 +30,7 @@ class Stages:
     def __init__(self, ep: ExpertParallel, T: int) -> None:
         self.ep = ep
         self.tokens = make_tokens(ep.config, ep.rank, T)
-        assert_y(run_round(ep, self.tokens), ep.config, self.tokens)
+        assert_round(ep, self.tokens)
         inputs = given(ep, self.tokens)
         experts = capturable_experts(ep)
         torch.cuda.synchronize()
@@ -60,7 +60,7 @@ def goes_on(ep: ExpertParallel, tokens: Tokens) -> None:
     """Collective: in a new group of the same ranks."""
     dist.barrier()
     ep.resume()
-    assert_y(run_round(ep, tokens), ep.config, tokens)
+    assert_round(ep, tokens)
     ep.check()
 
 

@@ -12,7 +12,16 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import assert_y, first_round, given, make_tokens, quantized, run_experts, run_round
+from exchanges import (
+    assert_round,
+    assert_y,
+    first_round,
+    given,
+    make_tokens,
+    quantized,
+    run_experts,
+    run_round,
+)
 from factors import all_pairs
 from helpers import RANKS_SHARE_GPUS
 from waits import LONG_S, SHORT_S, SOON_S, ctrl_c
@@ -107,7 +116,7 @@ def test_fp8_rows_return_in_the_dtype_of_the_config(make_ep, rank, half):
     x, ids, weights = given(ep, tokens := make_tokens(ep.config, rank, 3))
     with pytest.raises(TypeError, match=r"`x` must be float32 \[T, D\], got bfloat16"):
         ep.dispatch(x.bfloat16(), ids, weights)
-    assert_y(run_round(ep, tokens), ep.config, tokens)
+    assert_round(ep, tokens)
 
 
 @pytest.mark.parametrize("nodes", [2, 4])
@@ -118,7 +127,7 @@ def test_at_most_so_many_tokens(make_ep, rank, size, device, nodes):
     # Slabs of so many slots.
     for n, rows in ((1, 1), (5, 5), (16, 16), (17, 16), (None, 16)):
         with ep.at_most(n):
-            assert_y(run_round(ep, tokens), ep.config, tokens)
+            assert_round(ep, tokens)
             assert ep.exchange.slabs.slab_rows == rows
     # What is no number of tokens, and more tokens than there is room for.
     for n in (-1, True, 2.0):
@@ -129,7 +138,7 @@ def test_at_most_so_many_tokens(make_ep, rank, size, device, nodes):
             pass
     with pytest.raises(ValueError, match="`x` has 17 tokens"):
         ep.dispatch(*given(ep, make_tokens(ep.config, rank, 17)))
-    assert_y(run_round(ep, tokens), ep.config, tokens)
+    assert_round(ep, tokens)
 
 
 def test_more_rows_for_a_node_than_its_slab_holds(make_ep, rank, half):
@@ -148,13 +157,13 @@ def test_more_rows_for_a_node_than_its_slab_holds(make_ep, rank, half):
     assert ep.health().dropped_pairs == 8
     # Five have, also where no more are said to come.
     few = make_tokens(ep.config, rank, 5)
-    assert_y(run_round(ep, few), ep.config, few)
+    assert_round(ep, few)
     with ep.at_most(5):
-        assert_y(run_round(ep, few), ep.config, few)
+        assert_round(ep, few)
     # A round with too many that is given up.
     ep.dispatch(*given(ep, tokens))
     ep.abort()  # what lacked slots leaves nothing behind
-    assert_y(run_round(ep, few), ep.config, few)
+    assert_round(ep, few)
 
 
 def test_counts_stay_at_the_source(make_ep, rank, half):
@@ -190,7 +199,7 @@ def test_abort_between_phases(make_ep, rank, size, half, after, options):
             ep.combine_send(rows, handle)
         ep.abort(handle) if gives_up else ep.combine_recv(handle)
         # The next one is complete.
-        assert_y(run_round(ep, tokens), ep.config, tokens)
+        assert_round(ep, tokens)
     ep.check()
 
 
@@ -210,7 +219,7 @@ def test_ranks_that_disagree_hear_of_it(make_ep, rank, wires):
     # on this rail; the ranks of the other one learn it within their nodes
     name = "experts per token (K)"
     assert error.value.differences == {0: {name: (3, 4)}, 2: {name: (4, 3)}}.get(rank, {})
-    assert_y(run_round(ep, tokens), ep.config, tokens)
+    assert_round(ep, tokens)
 
 
 @ON_THE_CPU
@@ -230,7 +239,7 @@ def test_slabs_of_other_lengths_are_a_mismatch(make_ep, rank, padded, ranks_per_
             or ranks_per_node == 2
             and padded[rank] == padded[(rank + 2) % 4]
         )
-        assert_y(run_round(ep, tokens), ep.config, tokens)
+        assert_round(ep, tokens)
 
 
 @ON_THE_CPU
@@ -254,7 +263,7 @@ def test_an_abort_beside_a_mismatch(make_ep, rank, aborting):
             with pytest.raises(errors):
                 d = ep.dispatch(*call)
                 ep.combine(d.rows, d)
-        assert_y(run_round(ep, tokens), ep.config, tokens)
+        assert_round(ep, tokens)
 
 
 @ON_THE_CPU
@@ -287,7 +296,7 @@ def test_ctrl_c_around_the_start_of_a_transfer(make_ep, rank, monkeypatch, behin
     # The next one is complete.
     few = make_tokens(ep.config, rank, 2, seed=1)
     with ep.at_most(2):
-        assert_y(run_round(ep, few), ep.config, few)
+        assert_round(ep, few)
 
 
 @ON_THE_CPU
@@ -367,11 +376,11 @@ def test_whole_nodes_go_on(make_ep, rank):
             match="`topology.ranks_per_node` must be a divisor of `topology.ep_size` = 3",
         ):
             ep.resume(three, ep.placement.without([3], spread_lost=True))
-    assert_y(run_round(ep, tokens), ep.config, tokens)
+    assert_round(ep, tokens)
     # A whole node.
     if rank < 2:
         ep.resume(two, ep.placement.without([2, 3], spread_lost=True))
-        assert_y(run_round(ep, tokens), ep.config, tokens)
+        assert_round(ep, tokens)
     dist.barrier()
 
 
@@ -411,4 +420,4 @@ def test_a_wait_for_the_network_that_ctrl_c_ends(make_ep, rank, stage, aborts):
         y = ep.combine_recv(d) if returning else ep.combine(run_experts(ep, d), d)
         if not aborts:
             assert_y(y, ep.config, tokens)
-    assert_y(run_round(ep, tokens), ep.config, tokens)
+    assert_round(ep, tokens)

@@ -12,7 +12,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from exchanges import assert_y, dequantized, given, make_tokens, run_experts, run_round
+from exchanges import (
+    assert_round,
+    assert_y,
+    dequantized,
+    given,
+    make_tokens,
+    run_experts,
+    run_round,
+)
 from helpers import ON_GPUS, poison_
 from test_graphs import Captured
 from test_two_levels import assert_named, check_nodes, meet
@@ -95,7 +103,7 @@ def test_replays(make_ep, rank, size, device, T, padded, payload):
         # A round outside of the graph.
         if seed % 2:
             tokens = make_tokens(ep.config, rank, 7 - rank, seed=seed)
-            assert_y(run_round(ep, tokens), ep.config, tokens)
+            assert_round(ep, tokens)
     ep.check()
 
 
@@ -113,7 +121,7 @@ def test_a_capture_behind_an_abort_is_refused(make_ep, rank, size, device):
     """Its transfers are outside of the graph. After one more round it can be captured."""
     ep = make_ep(ranks_per_node=size // 2, top_k=6, hidden=256, max_tokens=128)
     tokens = make_tokens(ep.config, rank, 5)
-    assert_y(run_round(ep, tokens), ep.config, tokens)
+    assert_round(ep, tokens)
     inputs = given(ep, tokens)
     # A round that this rank gives up.
     ep.dispatch_send(*inputs)
@@ -123,7 +131,7 @@ def test_a_capture_behind_an_abort_is_refused(make_ep, rank, size, device):
     refused = pytest.raises(RuntimeError, match="run a round outside of the graph first")
     with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
         ep.dispatch(*inputs)
-    assert_y(run_round(ep, tokens), ep.config, tokens)
+    assert_round(ep, tokens)
     CapturedRound(ep, 8).check(0, 8)
     ep.check()
 
@@ -132,7 +140,7 @@ def test_resume_with_new_communicators(make_ep, rank, size, device):
     ep = make_ep(ranks_per_node=size // 2)
     tokens = make_tokens(ep.config, rank, 6)
     for _ in range(2):
-        assert_y(run_round(ep, tokens), ep.config, tokens)
+        assert_round(ep, tokens)
         ep.resume()
     captured = CapturedRound(ep, 16)
     captured.check(5, 16)
@@ -166,7 +174,7 @@ def test_a_rank_that_leaves_at_its_error(make_ep, rank, size, device):
     """Its node knows of the failure by then, and names the missing rank as it does."""
     ep = make_ep(ranks_per_node=size // 2, timeout_s=2.0)
     tokens = make_tokens(ep.config, rank, 6)
-    assert_y(run_round(ep, tokens), ep.config, tokens)
+    assert_round(ep, tokens)
     meet()
     # One rank stays away, and all others name it.
     if rank != size // 2:
@@ -205,7 +213,7 @@ def test_slabs_of_other_lengths_end_in_an_error(make_ep, rank, size, device):
     """
     ep = make_ep(ranks_per_node=size // 2, timeout_s=2.0)
     tokens = make_tokens(ep.config, rank, 4)
-    assert_y(run_round(ep, tokens), ep.config, tokens)
+    assert_round(ep, tokens)
     begin = time.monotonic()
     most = 4 if rank < size // 2 else 16
     with pytest.raises((epmoe.EPMismatchError, epmoe.EPTimeoutError)), ep.at_most(most):

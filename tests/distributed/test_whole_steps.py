@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
-from exchanges import assert_y, make_tokens, run_round
+from exchanges import assert_round, make_tokens
 from helpers import ON_THE_CPU, Interrupted
 from interrupted_steps import Handler, of_all, outcome_of, steps_until_whole
 from waits import AT_ONCE_S
@@ -110,7 +110,7 @@ def test_wake_wherever_a_handler_raises(ep, rank):
         assert not has_left or restores, f"rank {rank} has left: {events}"
         if any(of_all(has_left)):
             break
-        assert_y(run_round(ep, tokens), ep.config, tokens)
+        assert_round(ep, tokens)
         if not of_all(handler.has_raised)[1]:
             break
     assert events > 100

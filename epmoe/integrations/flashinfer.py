@@ -15,16 +15,19 @@ All layers with the same sizes share one `ExpertParallel`, which the first of th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from epmoe.config.config import EPConfig
+from epmoe.exchange.exchange import Exchange
 from epmoe.exchange.handles import Dispatched, RoundShape
+from epmoe.group.errors import EPStateError
 from epmoe.integrations.session import Session, make_config
 from epmoe.native.arguments import FP8, describe
 from epmoe.native.formats import PayloadName
@@ -81,6 +84,18 @@ class _Windows:
 
     def close(self) -> None:
         self.ep.close()
+
+
+class _Entered(NamedTuple):
+    """A round that this rank has come to."""
+
+    exchange: Exchange
+    rounds_before: int
+
+    @classmethod
+    def of(cls, ep: ExpertParallel) -> Self:
+        exchange = ep.exchange
+        return cls(exchange, exchange.rounds.count)
 
 
 _session: Session[_Windows] = Session()
@@ -140,25 +155,18 @@ class EpmoeCommunication(MoEEpCommunication):
         raises.
         """
         ep = self._ep()
-        if self._round is not None:
-            self._give_up(ep)
-            raise RuntimeError("dispatch without a combine of the last round, which is given up")
-        # An exception gives the round up, so that the other ranks learn of it.
-        with ep.giving_up(self._tag, lambda: self._shape):
+        entered: _Entered | None = None
+        # Not a context manager: a signal handler may raise behind the end of one, too.
+        try:
+            if self._is_open(ep):
+                raise RuntimeError(
+                    "dispatch without a combine of the last round, which is given up"
+                )
+            entered = _Entered.of(ep)
             if eplb_local_stats is not None:
                 raise ValueError("epmoe gathers no statistics: leave out `eplb_local_stats`")
             t = self._resolve_runtime_max_tokens_per_rank(runtime_max_tokens_per_rank)
-            if hidden_states.shape[0] > t:
-                raise ValueError(
-                    f"{hidden_states.shape[0]} tokens on this rank, but no rank may bring more "
-                    f"than {t}"
-                )
-            if hidden_states.shape[-1] != self.params.hidden_size:
-                raise ValueError(
-                    f"rows of {hidden_states.shape[-1]} elements are not the layer's, of "
-                    f"{self.params.hidden_size}: epmoe takes no kernel that packs its rows "
-                    "(`mxfp8_dispatch`)"
-                )
+            self._check_rows(hidden_states, t)
             x_TD, scales = self._rows(hidden_states, hidden_states_scale)
             weights_TK = topk_weights
             if weights_TK is None:
@@ -167,10 +175,13 @@ class EpmoeCommunication(MoEEpCommunication):
                 d = ep.dispatch(
                     x_TD, topk_ids, weights_TK, scales=scales, layout="rank", tag=self._tag
                 )
+            self._round = d
+            self._tokens_per_rank = t
             result = self._received(d, t, hidden_states, hidden_states_scale)
-        self._round = d
-        self._tokens_per_rank = t
-        return result if topk_weights is not None else replace(result, topk_weights=None)
+            return result if topk_weights is not None else replace(result, topk_weights=None)
+        except BaseException:
+            self._give_up(ep, entered)
+            raise
 
     def combine(self, expert_output: Tensor, *, output: Tensor | None = None) -> Tensor:
         """Sum outputs [R·t, D] or [R, t, D] over the experts of each token, weighted → [T, D].
@@ -186,11 +197,12 @@ class EpmoeCommunication(MoEEpCommunication):
             raise RuntimeError("combine without a dispatch before")
         try:
             y = ep.combine_partial(self._slabs(expert_output), d, out=output)
+            self._round = None
+            return y
         except BaseException:
-            self._give_up(ep)
+            # Nothing is open, and nothing happens, where the round is whole.
+            self._abort(ep)
             raise
-        self._round = None
-        return y
 
     def destroy(self) -> None:
         """Release the windows with the last layer that uses them. May be called again."""
@@ -208,10 +220,39 @@ class EpmoeCommunication(MoEEpCommunication):
             raise RuntimeError("this communication has been destroyed")
         return self._windows.ep
 
-    def _give_up(self, ep: ExpertParallel) -> None:
+    def _is_open(self, ep: ExpertParallel) -> bool:
+        """Whether the round of the last dispatch has no end yet."""
+        d = self._round
+        return d is not None and ep.exchange.rounds.handle is d
+
+    def _abort(self, ep: ExpertParallel) -> None:
         """Abort the open round: the other ranks learn that this one did."""
-        self._round = None
         ep.abort()
+        self._round = None
+
+    def _give_up(self, ep: ExpertParallel, entered: _Entered | None) -> None:
+        """After an exception in dispatch: close its round, or take part in the one that the others
+        come to, without tokens. They learn that this rank did.
+        """
+        # It has no rounds while it sleeps.
+        with suppress(EPStateError):
+            if self._is_open(ep):
+                self._abort(ep)
+                return
+            exchange, rounds_before = entered or _Entered.of(ep)
+            ep.give_up(exchange, rounds_before, self._tag, lambda: self._shape)
+
+    def _check_rows(self, hidden_states: Tensor, most: int) -> None:
+        """Raise ValueError for more tokens than `most`, and for rows of another size."""
+        T = hidden_states.shape[0]
+        D = hidden_states.shape[-1]
+        if most < T:
+            raise ValueError(f"{T} tokens on this rank, but no rank may bring more than {most}")
+        if self.params.hidden_size != D:
+            raise ValueError(
+                f"rows of {D} elements are not the layer's, of {self.params.hidden_size}: epmoe "
+                "takes no kernel that packs its rows (`mxfp8_dispatch`)"
+            )
 
     def _rows(self, hidden_states: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Take the rows and scales of a dispatch, which FlashInfer may give as bytes."""

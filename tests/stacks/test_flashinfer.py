@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import assert_close
+from helpers import Interrupted, assert_close
 
 if "RANK" not in os.environ:
     pytest.skip("needs FlashInfer and 2 ranks: make stacks-flashinfer", allow_module_level=True)
@@ -28,6 +29,7 @@ from flashinfer.moe_ep import (
     available_communication_backends,
     create_communication,
 )
+from interrupted_steps import steps_until_whole
 from torch import Tensor
 
 from epmoe import EPAbortedError, quantize_fp8
@@ -40,6 +42,8 @@ K = host.K
 D = host.D
 M = host.M
 INVALID = -7
+# In the seat, and in its context managers. Other tests hold the rounds below.
+FILES = {module.__file__ for module in (flashinfer, contextlib)}
 TIMEOUT_S = 120
 
 
@@ -198,6 +202,52 @@ def test_one_rank_fails_alone(comm: EpmoeCommunication) -> None:
             with pytest.raises(EPAbortedError, match=r"\[1\]"):
                 run(comm, *mine)
         assert_close(run(comm, *mine), moe_reference(*mine, host.weights()))
+
+
+def test_a_handler_raises_at_any_place(comm: EpmoeCommunication) -> None:
+    """Whatever raises on one rank, the other one has its sums or hears of it, and both go on."""
+    mine = host.tokens(dist.get_rank(), 3)
+    want = moe_reference(*mine, host.weights())
+    rounds = comm._windows.ep.exchange.rounds
+
+    def a_round(arm: Any) -> None:
+        try:
+            with beginning(comm, arm):
+                y_TD = run(comm, *mine)
+            assert_close(y_TD, want)
+        except Interrupted:
+            # A round that is open still is held: the next dispatch gives it up.
+            if rounds.state:
+                with pytest.raises(RuntimeError, match="is given up"):
+                    comm.dispatch(*mine)
+            raise
+
+    outcomes = set[tuple[str, ...]]()
+    for found in steps_until_whole(dist.get_rank(), a_round, files=FILES):
+        outcomes.add(tuple(found))
+        assert_close(run(comm, *mine), want)
+    # Behind its combine a rank may be interrupted in a round that is whole.
+    possible = {(end, Interrupted.__name__) for end in ("EPAbortedError", "whole")}
+    possible.add(("whole", "whole"))
+    assert possible - {("whole", Interrupted.__name__)} <= outcomes <= possible
+
+
+@contextlib.contextmanager
+def beginning(comm: EpmoeCommunication, arm: Any) -> Iterator[None]:
+    """Call `arm` where dispatch begins."""
+    find = comm._ep
+
+    def armed() -> Any:
+        comm._ep = find
+        ep = find()
+        arm()
+        return ep
+
+    comm._ep = armed
+    try:
+        yield
+    finally:
+        comm._ep = find
 
 
 def test_a_fork_and_a_sleeper_are_refused() -> None:

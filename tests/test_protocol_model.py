@@ -3,8 +3,8 @@ rules is idle.
 
 The model's files are in tests/protocol: what a rank does in `cpu.py`, `cuda.py` and `mail.py`, how
 stores and ranks move in `machine.py`, the search in `explorer.py`. Hosts meet after a death in
-`board.py`, take versions of weights in `versions.py`, and replay graphs in `replays.py`. The rules
-of all of them are rows of `rules.py`.
+`board.py`, take versions of weights in `versions.py`, replay graphs in `replays.py`, and are idle
+in `lobby.py`. The rules of all of them are rows of `rules.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from protocol.rules import (
     CPU,
     HOLDS,
     LL,
+    LOBBY,
     MAIL,
     MEETINGS,
     PROTOCOLS,
@@ -154,6 +155,12 @@ OF_HOSTS = {  # those of few states first
         f"addresses stay: {alike}, the other rank {other}": {"alike": alike, "other": other}
         for alike, other in product((True, False), SEATS)
     },
+    LOBBY: {
+        "two ranks": {"ranks": 2, "rounds": 3},
+        "three ranks": {"ranks": 3, "rounds": 2},
+        "a round is given up": {"ranks": 2, "rounds": 3, "give_ups": 2},
+        "one of three gives a round up": {"ranks": 3, "rounds": 2, "give_ups": 1},
+    },
 }
 
 
@@ -204,6 +211,12 @@ def test_a_whole_version_stays_and_failed_sends_are_told():
 def test_a_round_has_one_version_or_the_ranks_are_told(options):
     """Whichever rank dies, joins or is interrupted, and whatever becomes of the folder."""
     assert len(explore(model(HOLDS, **options))) > 500
+
+
+@pytest.mark.parametrize("options", OF_HOSTS[LOBBY].values(), ids=OF_HOSTS[LOBBY])
+def test_idle_ranks_wait_without_a_deadline_and_none_sleeps_through_a_round(options):
+    """Whoever brings tokens, and whoever gives a round up before it has begun."""
+    assert len(explore(model(LOBBY, **options))) > 500
 
 
 @pytest.mark.parametrize("options", OF_HOSTS[REPLAYS].values(), ids=OF_HOSTS[REPLAYS])

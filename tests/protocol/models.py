@@ -9,10 +9,11 @@ from protocol.board import BoardModel
 from protocol.cpu import CpuRank
 from protocol.cuda import CudaRank
 from protocol.explorer import System
+from protocol.lobby import LobbyModel
 from protocol.machine import Machine
 from protocol.mail import MailRank
 from protocol.replays import ReplayModel
-from protocol.rules import CPU, HOLDS, MAIL, MEETINGS, REPLAYS, SENDS
+from protocol.rules import CPU, HOLDS, LOBBY, MAIL, MEETINGS, REPLAYS, SENDS
 from protocol.versions import HoldModel, SendModel
 
 OF_HOSTS = {
@@ -20,6 +21,7 @@ OF_HOSTS = {
     SENDS: SendModel,
     HOLDS: HoldModel,
     REPLAYS: ReplayModel,
+    LOBBY: LobbyModel,
 }
 
 

@@ -20,8 +20,9 @@ MEETINGS = "meetings"
 SENDS = "sends"
 HOLDS = "holds"
 REPLAYS = "replays"
-"""Those of hosts: the board, versions that a trainer sends and that a server holds, and replays of
-graphs while the group changes.
+LOBBY = "lobby"
+"""Those of hosts: the board, versions that a trainer sends and that a server holds, replays of
+graphs while the group changes, and idle ranks.
 """
 
 RULES = {
@@ -73,4 +74,7 @@ RULES = {
     "ends-between": (REPLAYS,),
     "mark-empty": (REPLAYS,),
     "marks-go": (REPLAYS,),
+    "come-first": (LOBBY,),
+    "await-begin": (LOBBY,),
+    "owe-skip": (LOBBY,),
 }

@@ -46,12 +46,12 @@ class Watched:
         self.looks = 0
         self.at_look = lambda look: None
         monkeypatch.setattr(
-            nccl, "time", SimpleNamespace(monotonic=lambda: self.looks * nccl._LOOK_S)
+            nccl, "time", SimpleNamespace(monotonic=lambda: self.looks * nccl._WATCH_S)
         )
 
     def wait(self, seconds: float) -> bool:
         """As that of the event that ends the thread, which never comes."""
-        assert seconds == nccl._LOOK_S
+        assert seconds == nccl._WATCH_S
         self.looks += 1
         self.at_look(self.looks)
         return self.looks == MOST_LOOKS
@@ -65,7 +65,7 @@ class Watched:
             Deadlines(FIRST_S, TIMEOUT_S, lambda: 2),
             self,
         )
-        return self.looks * nccl._LOOK_S if exchange.lost else None
+        return self.looks * nccl._WATCH_S if exchange.lost else None
 
 
 class Exchange:
@@ -84,13 +84,13 @@ def watched(monkeypatch) -> Watched:
 def test_a_transfer_that_does_not_end(watched, way, deadline_s):
     watched.memory[2 * way] = 5
     watched.memory[2 * way + 1] = 4
-    assert deadline_s <= watched.lost_after() <= deadline_s + 3 * nccl._LOOK_S
+    assert deadline_s <= watched.lost_after() <= deadline_s + 3 * nccl._WATCH_S
 
 
 def test_the_first_round_has_its_own_deadline(watched):
     """Also where the host is in a later round already: ranks may still load or compile."""
     watched.memory[:4] = torch.tensor([2, 1, 0, 0])
-    assert FIRST_S <= watched.lost_after() <= FIRST_S + 3 * nccl._LOOK_S
+    assert FIRST_S <= watched.lost_after() <= FIRST_S + 3 * nccl._WATCH_S
 
 
 def test_transfers_that_end_are_left_alone(watched):
@@ -101,13 +101,13 @@ def test_transfers_that_end_are_left_alone(watched):
         watched.counts[1] = look
 
     watched.at_look = at_look
-    assert watched.lost_after() is None and watched.looks * nccl._LOOK_S > 10 * TIMEOUT_S
+    assert watched.lost_after() is None and watched.looks * nccl._WATCH_S > 10 * TIMEOUT_S
 
 
 def test_a_node_that_has_failed(watched):
     watched.memory[4] = 1
     assert watched.told.wanted == 1
-    assert watched.lost_after() == nccl._LOOK_S
+    assert watched.lost_after() == nccl._WATCH_S
     watched.told.done = 1
     assert watched.memory[5] == 1
 
@@ -263,7 +263,7 @@ def network_of(code: int, noticed: int) -> tuple[NetworkOnGPUs, list[object]]:
     network.rail = SimpleNamespace(missing=lambda found: found, abort=lambda: told.append("cut"))
     # its place among the ranks,
     network.memory = SimpleNamespace(
-        ranks_per_node=2, others=[1], of_rail=lambda node: 2 * node + 1
+        ranks_per_node=2, others=[1], rank_on=lambda node: 2 * node + 1
     )
     network.rounds = SimpleNamespace(state=CLOSED, count=3)
     network.global_ranks = [0, 1, 2, 3]

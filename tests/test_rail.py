@@ -75,7 +75,7 @@ class Packed:
         given = (t if t is None else t.to(device) for t in (x, ids, weights, scales))
         call = Call(*given, num_tokens.to(device) if isinstance(num_tokens, Tensor) else num_tokens)
         slabs = Slabs(
-            memory, RoundShape(D, K, x.dtype), call, epoch=7, inside_epoch=1, most_tokens=slots
+            memory, RoundShape(D, K, x.dtype), call, epoch=7, node_epoch=1, most_tokens=slots
         )
         # The stamp of CPUs is another one than that of GPUs.
         slabs.tag = slabs.tag._replace(stamp=7)
@@ -178,7 +178,7 @@ def test_what_differs_between_nodes_is_named_within_its_bits():
         shape = RoundShape(64, ids.shape[1], x.dtype)
         call = Call(x[:, :64], ids, weights, tag=3)
         # They have come in the first slot of each slab.
-        slabs = Slabs(memory, shape, call, epoch=7, inside_epoch=1, most_tokens=None)
+        slabs = Slabs(memory, shape, call, epoch=7, node_epoch=1, most_tokens=None)
         first = slabs._space()[slabs.slab_rows :][: 2 * slabs.stride : slabs.stride]
         sent = torch.tensor([[*tag, slabs.tag.stamp] for tag in tags], dtype=torch.int32)
         first[:, memory.slot.tag : memory.slot.tag + 16] = sent.view(torch.uint8)

@@ -19,24 +19,30 @@ from epmoe.config.deadlines import NETWORK_SLACK_S, Deadlines
 from epmoe.group.board import RollCall
 from epmoe.rail.rail import RailError, Transfer
 
-_CONNECT = timedelta(seconds=60)  # for ranks to reach one another at the start
-_SPINS = 200  # looks at a transfer before the first sleep
+# The longest time for ranks to connect to one another at the start.
+_CONNECT = timedelta(seconds=60)
+# So many times a wait asks whether a transfer has ended before it first sleeps.
+_SPINS = 200
+# The first sleep of a wait. Each further one is twice as long, up to the longest.
 _SLEEP_S = 50e-6
 _LONGEST_SLEEP_S = 2e-3
 
 
 def gloo_group(name: str, rank: int, size: int, connect: timedelta) -> Any:
-    """A group of a name that no other group has had: `dist.new_group` gives the name of a destroyed
-    one again, and with it the addresses that its ranks had. Collective over its ranks. torch
-    declares few of the methods.
+    """Make a gloo group under a name that no other group has had. Collective over its ranks.
+
+    `dist.new_group` would not do: it uses the name of a destroyed group again, and its ranks would
+    then read the addresses of the old ranks in the store. The type of the result is Any, since
+    torch declares few of the group's methods.
     """
     store = dist.PrefixStore(f"epmoe/{name}", _get_default_store())
     return dist.ProcessGroupGloo(store, rank, size, connect)
 
 
 def connect_within(timeout_s: float | None) -> timedelta:
-    """How long ranks may take to reach one another, if what they are part of has a deadline: half
-    of it, so that a rank that fails can still report it in time.
+    """How long ranks may take to connect. `timeout_s` is the deadline of the whole opening, if it
+    has one. Ranks get at most half of it, so that a rank that cannot connect can still report its
+    error in time.
     """
     if timeout_s is None:
         return _CONNECT
@@ -44,8 +50,8 @@ def connect_within(timeout_s: float | None) -> timedelta:
 
 
 class GlooRail:
-    """A `Rail` by all-to-all of torch.distributed, over a group of its own. The host waits for its
-    transfers.
+    """A `Rail` that uses the all-to-all of gloo, in a process group of its own. The host waits for
+    the transfers.
     """
 
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
@@ -66,7 +72,7 @@ class GlooRail:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
 
     def start(self, transfer: Transfer) -> None:
-        """Start a transfer."""
+        """Start a transfer, and put its `Work` into `transfer.started`."""
         if self._ended:
             raise RailError("the rail is closed")
         # `dist.all_to_all_single` takes no deadline.
@@ -81,24 +87,25 @@ class GlooRail:
             transfer.sent_rows,
             options,
         )
-        # For `close`, which must not end the group under a transfer.
+        # Remember the transfer: `close` must not end the group while a transfer runs.
         self._under_way = [*filter(_is_under_way, self._under_way), transfer]
         try:
-            # Both in one call of C, so that no signal handler comes between the start and its
-            # record.
+            # `extend` starts the transfer and records its `Work` in one call of C. So no signal
+            # handler can raise between the two.
             transfer.started.extend(starmap(self._group.alltoall_base, [arguments]))
         except RuntimeError as error:
             raise RailError(str(error)) from error
 
     def wait(self, transfer: Transfer, look: Callable[[], None]) -> None:
-        """Wait for a transfer by polling, so that signal handlers of Python run."""
-        # It sleeps for longer and longer between two looks.
+        """Wait for a transfer by asking again and again whether it has ended, so that signal
+        handlers of Python run meanwhile. The pauses between two questions become longer.
+        """
         (work,) = transfer.started
         deadline = time.monotonic() + self._deadlines.wait_s(returning=transfer.returning)
         polls = 0
         sleep_s = _SLEEP_S
         while not work.is_completed():
-            # A transfer is short, so the first looks come without a pause.
+            # Most transfers are short, so the first questions come without a pause.
             polls += 1
             if polls < _SPINS:
                 time.sleep(0)
@@ -124,17 +131,18 @@ class GlooRail:
         self._ended = True
 
     def close(self) -> None:
-        """The end of a group with a transfer under way would wait for the deadline, so
-        it lives on.
+        """Drop the group. A group with a transfer under way is kept until the process ends, because
+        its destructor would wait for the deadline of the transfer.
         """
         self._ended = True
-        # One reference too many: the group lives until the process ends.
+        # A reference that nobody gives back keeps the group alive.
         if any(map(_is_under_way, self._under_way)):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
         self._under_way.clear()
-        # It is gone already where a signal handler has ended an earlier call.
+        # The attribute is gone already if a signal handler has ended an earlier call of `close`.
         vars(self).pop("_group", None)
 
 
 def _is_under_way(transfer: Transfer) -> bool:
+    """Whether a transfer was started and has not ended."""
     return not all(work.is_completed() for work in transfer.started)

@@ -1,5 +1,5 @@
-"""The network of one rank, whose host waits for every transfer, as on CPUs. network_cuda.py has
-that of a GPU.
+"""The network of a rank on a CPU: it runs transfers over the rail, waits for them on the host, and
+keeps what has failed. network_cuda.py has the network of a rank on a GPU.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from epmoe.rail.memory import FailedWords, RailMemory
 from epmoe.rail.rail import Rail, RailError, Transfer
 
 Tags = tuple[int, int, int] | None
-"""`tags` of an EPMismatchError."""
+"""The `tags` of an EPMismatchError: this rank's tag, another rank, and the tag of that rank."""
 
 
 class Failure(NamedTuple):
-    """A timeout over the network, which every later call raises: the arguments of
-    EPTimeoutError.
-    """
+    """The arguments of the EPTimeoutError that every call raises after a failure of the network."""
 
     stage: str
     epoch: int
@@ -38,10 +36,11 @@ class Failure(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Network:
-    """A rail to the other nodes, and what has failed on it or in this node: every later call raises
-    the `failure`.
+    """The rail from this rank to the other nodes. It keeps the first failure of the rail or of the
+    exchange inside this node, in `failure`, and raises it again in every later call.
 
-    `control` is a gloo group of all ranks, by which hosts agree on sizes.
+    `rail` connects this rank with the ranks of the same local index on the other nodes. `control`
+    connects the hosts of all ranks; they agree on sizes over it.
     """
 
     node: NodeExchange
@@ -54,17 +53,19 @@ class Network:
 
     def __post_init__(self) -> None:
         self.device = self.node.device
-        self.rank = self.memory.of_rail(self.memory.node)
+        self.rank = self.memory.rank_on(self.memory.node)
         self.views = self.node.views | self.memory.views
         self.failure: Failure | None = None
-        # Held while a failure is recorded, until the node knows.
+        # A thread holds this lock while it records a failure, until the node was told of it.
         self.recording = RLock()
-        # Transfers of aborted rounds, which must end before the next round.
+        # The transfers of aborted rounds. They must end before the next round begins.
         self.pending: list[Transfer] = []
         self.failed_words = FailedWords(None, None, None)
 
     def start(self, transfer: Transfer) -> None:
-        """Start a transfer, once: a second call starts what an exception has kept from it."""
+        """Start a transfer, unless it was started before. So a caller may call again after an
+        exception, when it does not know whether the transfer was started.
+        """
         if transfer.started:
             return
         try:
@@ -73,8 +74,10 @@ class Network:
             self.fail([])
 
     def wait(self, transfer: Transfer) -> None:
-        """Wait for a transfer that was started. Raises EPTimeoutError, after it has told the node,
-        and RuntimeError if a signal handler aborts the round meanwhile.
+        """Wait for a transfer that was started.
+
+        Raises EPTimeoutError if the transfer fails; the ranks of the node are told before. Raises
+        RuntimeError if a signal handler aborts the round meanwhile.
         """
         look = partial(self.look, self.rounds.state)
         try:
@@ -84,28 +87,32 @@ class Network:
         look()
 
     def wait_for_pending(self) -> None:
-        """Before a round: wait for the transfers of rounds that this rank has aborted."""
+        """Wait for the transfers of rounds that this rank has aborted. `dispatch_send` calls it
+        before a new round.
+        """
         while self.pending:
             self.wait(self.pending[0])
             self.pending.pop(0)
 
     def peek(self, name: str) -> list[Any]:
-        """The values of a buffer of the plan now, whatever is under way."""
+        """Read the present values of a buffer, without a wait for kernels or transfers."""
         return self.views[name].tolist()
 
     def largest(self, number: int) -> Callable[[], int]:
-        """Find the largest number over all nodes, as `Exchange.largest`. Hosts tell one another by
-        `control`.
+        """Find the largest number that a rank of the group has given, see `Exchange.largest`. The
+        hosts exchange the numbers over `control`. Returns a function that waits for the result.
         """
         self.check()
-        # One number to each other rank, and one from it.
+        # Each rank sends one number to each other rank.
         rows = [int(rank != self.rank) for rank in range(len(self.global_ranks))]
         sent = torch.full((sum(rows),), number, device="cpu")
         transfer = Transfer(sent, torch.zeros_like(sent), rows, rows)
         return partial(self._await_largest, number, transfer)
 
     def _await_largest(self, number: int, transfer: Transfer) -> int:
-        """Run the transfer of `largest`. Returns the largest number."""
+        """Run the transfer of `largest`, and return the largest of all numbers. `number` is the one
+        that this rank has given.
+        """
         try:
             if not transfer.started:
                 self.control.start(transfer)
@@ -113,52 +120,65 @@ class Network:
         except RailError:
             self.fail(self.control.missing([]))
         except EPTimeoutError as error:
-            # It names more ranks: the others are to name them, too.
+            # This error names ranks that the hosts of other nodes may not know to be missing.
+            # Report them, so that the errors of the other hosts name them, too.
             self.control.missing(error.missing_ranks)
             raise
         return max(number, int(transfer.received.max()))
 
     def check(self) -> None:
-        """Raise what was reported so far."""
+        """Raise the failure of the network or of the node, if one was reported so far."""
         self.node.lookout.look()
         if self.failure is None and self.node.status.code:
             self.take_failure_of_node()
         if self.failure is not None:
-            # The node must know of it first: the caller may leave at once.
+            # Another thread may still be telling the node of the failure. Wait for the end of that:
+            # the caller may close its windows as soon as it gets the error.
             with self.recording:
                 raise EPTimeoutError(*self.failure)
 
     def look(self, state: int) -> None:
-        """During a wait for the rail, in a round in `state`: raise what the ranks of the node have
-        reported.
+        """Raise what the ranks of the node have reported. It is called now and then while this rank
+        waits for the rail.
+
+        `state` is the state of the round when the wait began. Raises RuntimeError if the round has
+        left this state, which means that a signal handler has aborted it.
         """
         if self.rounds.state != state:
             raise RuntimeError(f"round {self.rounds.count} was aborted while this call waited")
         self.look_at_node()
 
     def look_at_node(self) -> None:
-        """During a wait for other nodes: raise what the ranks of the node have reported."""
+        """Raise what the ranks of the node have reported. It is called now and then while this rank
+        waits for other nodes.
+        """
         missing = self.node.missing()
         if missing:
-            self.fail(self.reported() or self.memory.of_mask(missing))
+            self.fail(self.reported() or self.memory.group_ranks_of_mask(missing))
 
     def fail(self, found: list[int]) -> NoReturn:
-        """`record_failure`, and raise it: EPTimeoutError."""
+        """Record a failure, and raise it as EPTimeoutError. `found` are the ranks that are known to
+        be missing.
+        """
         self.record_failure(found)
         self.check()
         raise AssertionError("check raises what was recorded")
 
     def record_failure(self, found: list[int]) -> None:
-        """`keep_failure`, and tell the node and the rail which ranks are missing: `found`, if they
-        are known.
+        """Find out who is missing, keep the failure, and tell the ranks of this node.
+
+        `found` are the ranks that are known to be missing, numbered in the group. If it is empty,
+        the ranks of the rail ask one another.
         """
         missing = self.rail.missing(found)
         self.keep_failure(missing, "over the network")
         self.tell_node(missing[0])
 
     def keep_failure(self, missing: list[int], where: str) -> None:
-        """Keep the failure for every later call. `where` is a part of its text."""
-        # Transfers of aborted rounds are on their way back.
+        """Keep the failure in `failure`, which every later call raises. `where` is a part of the
+        text of its error.
+        """
+        # Pending transfers belong to aborted rounds, and carry rows of combine.
         is_combine = self.rounds.state in (DISPATCHED, RETURNING) or bool(self.pending)
         stage = STAGES[is_combine]
         global_ranks = [self.global_ranks[rank] for rank in missing]
@@ -173,49 +193,54 @@ class Network:
         self.failure = Failure(stage, self.rounds.count, missing, global_ranks, why)
 
     def tell_node(self, missing: int) -> None:
-        """Name a missing rank to the ranks of this node, and end their waits."""
+        """Tell the ranks of this node that rank `missing` of the group is missing, and end their
+        waits.
+        """
         self.node.report("rail.missed", missing + 1)
         self.node.end_waits()
 
     def reported(self) -> list[int]:
-        """Ranks of other nodes that a rank of this node misses."""
+        """Read which ranks of other nodes are missing, as the ranks of this node report it."""
         R = len(self.global_ranks)
-        # 1 + a rank of the group, from each rank of the node.
+        # Each rank of the node has a word: 0, or 1 + the number of a rank of the group.
         return [word - 1 for word in self.peek("rail.missed") if 0 < word <= R]
 
     def take_failure_of_node(self) -> None:
-        """Keep a timeout that the node's exchange has reported. Raises its EPMismatchError and
-        EPOrderError.
+        """Keep a timeout that the exchange inside the node has reported. Its other errors,
+        EPMismatchError and EPOrderError, are raised.
         """
         try:
             self.node.check()
         except EPMismatchError as error:
-            ranks = self.memory.of_node(error.differing_ranks)
+            ranks = self.memory.group_ranks(error.differing_ranks)
             tags = self.tags_of_group(error.tags)
             latched = self.node.processor.runs_ahead
             raise EPMismatchError(error.epoch, ranks, latched, tags) from None
         except EPTimeoutError as error:
-            # A rank that a rank of this node misses on another node is the cause.
+            # Ranks of this node may miss a rank of another node. Then that rank is the cause, and
+            # not the rank of this node for which this rank has waited.
             reported = self.reported()
-            missing = self.rail.missing(reported or self.memory.of_node(error.missing_ranks))
+            missing = self.rail.missing(reported or self.memory.group_ranks(error.missing_ranks))
             where = "within the node"
             if reported:
                 where = "over the network, as a rank of this node reports"
             self.keep_failure(missing, where)
 
     def tags_of_group(self, tags: Tags) -> Tags:
-        """`tags` of an EPMismatchError of the node's exchange, with the rank numbered
-        in the group.
+        """Renumber the rank in the `tags` of an EPMismatchError: from its number in this node to
+        its number in the group.
         """
         if tags is None:
             return None
         mine, rank, theirs = tags
-        [rank_of_group] = self.memory.of_node([rank])
+        [rank_of_group] = self.memory.group_ranks([rank])
         return mine, rank_of_group, theirs
 
     def note_mismatch(self, rank: int) -> None:
-        """A call of this rank of the group does not match. On CPUs the round is closed, and that is
-        all.
+        """Note that the call of `rank`, a rank of the group, differs from this rank's.
+
+        On CPUs there is nothing to note: the round is closed, and the next round works. The
+        network of GPUs overrides this method.
         """
 
     @property
@@ -228,7 +253,7 @@ class Network:
         if self.failure:
             ranks = self.failure.missing
         else:
-            ranks = self.reported() or self.memory.of_mask(self.node.missing())
+            ranks = self.reported() or self.memory.group_ranks_of_mask(self.node.missing())
         return sum(1 << rank for rank in ranks)
 
     def close(self) -> None:

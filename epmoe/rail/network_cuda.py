@@ -34,29 +34,33 @@ class NetworkOnGPUs(Network):
         self._noticed = c_int64.from_address(self.views["rail.noticed"].data_ptr())
         self._peek = self.node.processor.peek(*map(self.views.__getitem__, _PEEKED))
         self._peeked = list[Tensor]()
-        self._last_stream: Any = None  # of the last round
+        # The stream of the last round; None before the first.
+        self._last_stream: Any = None
         self.failed_words = FailedWords(
             self.views["rail.missed"], self.node.latched, self.views["rail.noticed"]
         )
         self.rail.watch(WeakMethod(self.on_late), self.node.latched)
 
     def on_late(self) -> None:
-        """A transfer has missed its deadline, or the node's exchange has failed; called on the
-        rail's thread.
+        """Record a failure. A thread of the rail calls this method when a transfer has missed its
+        deadline, or when the exchange inside the node has failed.
         """
         self.record_failure([])
 
     def start(self, transfer: Transfer) -> None:
-        """Start a transfer. If a signal handler ends the call, nobody knows what is queued. Then
-        the transfer has failed, once earlier ones have ended: the other nodes would get leftovers
-        of these, too.
+        """Start a transfer, unless it was started before.
+
+        If a signal handler ends the call, this rank does not know what it has queued on the GPU. So
+        it records a failure. It first lets earlier transfers end: the failure would cut them, too,
+        and the other nodes would get incomplete rows of rounds that are in order.
         """
         try:
             super().start(transfer)
         except EPTimeoutError:
             raise
         except BaseException:
-            # Transfers that were queued before end first, unless this is within a capture.
+            # Wait for the transfers that were queued before. Within the capture of a graph this
+            # raises RuntimeError, and there is nothing to wait for.
             try:
                 with suppress(RuntimeError):
                     self.node.processor.ends(LONG_S)
@@ -69,8 +73,8 @@ class NetworkOnGPUs(Network):
         self._last_stream = torch.cuda.current_stream(self.device)
 
     def wait_for_pending(self) -> None:
-        """Order a round after the last one, whichever stream that was on, and after
-        aborted ones.
+        """Make the current stream wait for the last round, which may have run on another stream,
+        and for the transfers of aborted rounds.
         """
         stream = torch.cuda.current_stream(self.device)
         capturing = torch.cuda.is_current_stream_capturing()
@@ -84,14 +88,16 @@ class NetworkOnGPUs(Network):
         super().wait_for_pending()
 
     def peek(self, name: str) -> list[Any]:
-        """Read buffers now. The driver may hold the copy back while another thread is in a copy
-        that waits for a rank. Then these are the values of the last time.
+        """Read the present values of a buffer that is in `_PEEKED`.
+
+        While another thread is in a copy that waits for a rank, the driver may hold this copy back.
+        The method then returns the values of its last successful copy, or zeros.
         """
 
         def copy() -> None:
             self._peeked = self._peek.read()
 
-        # Where the GPU has failed, or while one captures, there is no copy either.
+        # The copy raises RuntimeError where the GPU has failed, and during the capture of a graph.
         with suppress(RuntimeError):
             interruptible(copy, LONG_S)
         if not self._peeked:
@@ -99,54 +105,64 @@ class NetworkOnGPUs(Network):
         return self._peeked[_PEEKED.index(name)].tolist()
 
     def record_failure(self, found: list[int]) -> None:
-        """Record a failure, and end the transfers under way. Any thread may call it.
+        """Record a failure, and end the transfers that are under way. Any thread may call it.
 
-        The node gets the report after the end of the transfers: the driver may have the store wait
-        for it, see `peek`.
+        `found` are the ranks that are known to be missing. The ranks of the node are told after the
+        transfers have ended: the driver may hold the store of the report back until then, see
+        `peek`.
         """
         with self.recording:
             missing: list[int] = []
             try:
-                # The first failure counts, be it of the rail or of the node.
+                # Keep only the first failure, whether the rail or the node has it.
                 if self.failure is None and not self.node.failed:
                     missing = self.rail.missing(found or self.reported())
                     self.keep_failure(missing, "over the network")
                 elif self.failure is None:
-                    # `check` raises what is no timeout.
+                    # Leave an error that is no timeout to `check`, which raises it.
                     with suppress(EPMismatchError, EPOrderError):
                         self.take_failure_of_node()
             finally:
                 self.rail.abort()
             if missing:
-                # As in `peek`, the GPU may have failed.
+                # Storing the report raises RuntimeError where the GPU has failed.
                 with suppress(RuntimeError):
                     self.tell_node(missing[0])
 
     def note_mismatch(self, rank: int) -> None:
-        """Every later call raises it, too, where the rank is one of another node."""
+        """Note that the call of `rank` differs, so that every later call raises EPMismatchError.
+
+        Only a rank of another node is noted. A mismatch inside this node is latched by the exchange
+        of the node.
+        """
         node = rank // self.memory.ranks_per_node
         if node in self.memory.others:
             self._noticed.value = self.memory.others.index(node) + 1
 
     def check(self) -> None:
-        # Read first: leftovers set it only once a failure is kept.
-        number = self._noticed.value
+        # Read the word before the failure. A failure cuts transfers, and the incomplete rows may
+        # change the word, but only after the failure was kept; the failure then explains more.
+        noticed = self._noticed.value
         super().check()
-        # Sums are zeros, although no wait of this rank has failed.
-        if number < 0:
+        # A negative word says that sums were zeros, although no wait of this rank has failed.
+        if noticed < 0:
             self.fail([])
-        # 1 + the index of the node whose call differs.
-        if number:
-            # The other ranks of the node may have a rail without a mismatch.
+        # Another word that is not 0 is 1 + the index of the node whose call differs.
+        if noticed:
+            # The rails of the other ranks of this node may have no mismatch, so end their waits.
             self.node.end_waits()
-            rank = self.memory.of_rail(self.memory.others[number - 1])
+            rank = self.memory.rank_on(self.memory.others[noticed - 1])
             raise EPMismatchError(self.rounds.count, [rank], latched=True)
 
     def look_at_node(self) -> None:
-        """It looks at memory of the host only: no graph could hold a wait for a stream."""
+        """Raise what was reported so far. It reads memory of the host only and waits for no stream,
+        since a CUDA graph that is being captured could not hold such a wait.
+        """
         self.check()
 
     @property
     def failed(self) -> bool:
-        """Also after calls of the nodes that did not match, and sums of zeros."""
+        """Whether this rank has failed: by a timeout, because the calls of two nodes did not match,
+        or because sums were zeros.
+        """
         return super().failed or self._noticed.value != 0

@@ -1,5 +1,5 @@
-"""How the exchange of a group opens: over one node or several, with the rail that the
-config names.
+"""How a rank opens the exchange of its group, over one node or over several nodes with the rail
+that the config names.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from epmoe.rail.network_cuda import NetworkOnGPUs
 from epmoe.rail.rail import Rail
 
 RAILS: dict[str, type[Rail]] = {"gloo": GlooRail, "nccl": NcclRail}
-"""By the name that `exchange.rail` gives; "auto" is the first one for the device."""
+"""The rails by their names in the setting `exchange.rail`. "auto" takes the first one that serves
+the device.
+"""
 
 
 def rail_of(config: EPConfig, device: torch.device) -> type[Rail]:
-    """The rail between the nodes. Raises ValueError if there is none of this name, or none for
-    the device.
+    """Choose the class of the rail between the nodes. Raises ValueError if no rail has the name in
+    the config, or if no rail serves the device.
     """
-    # Rails that serve the device. "auto" takes the first one.
     name = config.exchange.rail
     fitting = [fit for fit, rail in RAILS.items() if device.type in rail.devices]
     if not fitting:
@@ -57,7 +58,9 @@ def rail_of(config: EPConfig, device: torch.device) -> type[Rail]:
 
 
 def prepare(config: EPConfig, device: torch.device) -> None:
-    """Find what would keep this rank from opening, and load the library."""
+    """Load the native library, and raise whatever would keep this rank from opening the exchange
+    on this device. Every rank calls it before any rank allocates windows.
+    """
     processor = processor_of(device)
     processor.load()
     processor.check(config)
@@ -73,8 +76,10 @@ def open_window(
     addresses: Addresses,
     undo: ExitStack,
 ) -> Window:
-    """Collective, in a step of `Peers.together`. `undo` unmaps the window where a
-    later step fails.
+    """Open the window of this rank, which the other ranks map. Collective, in a step of
+    `Peers.together`.
+
+    The function adds to `undo` what unmaps the window again, for the case that a later step fails.
     """
     transport = transport_of(config, addresses.processor.device)
     window = transport.window(plan, peers, seats, addresses)
@@ -86,11 +91,11 @@ def open_window(
 def open_exchange(
     config: EPConfig, peers: Peers, seats: Seats, addresses: Addresses, name: str
 ) -> Exchange:
-    """This rank's part of the exchange of a group. Collective, in a step of `Peers.together`.
+    """Open this rank's part of the exchange of a group. Collective, in a step of `Peers.together`.
 
-    Its windows lie at `addresses`. `name` is the same on all ranks, and no other attempt to open a
-    group has it. Raises MemoryError if the windows do not fit, and RuntimeError if the ranks of a
-    node are on several machines, or ranks do not reach one another.
+    The windows lie at `addresses`. `name` is the same on all ranks, and no other attempt to open a
+    group has the same name. Raises MemoryError if the windows do not fit. Raises RuntimeError if
+    the ranks of a node are on several machines, or if ranks do not reach one another.
     """
     seat = seats.of_ranks[peers.rank]
     placement = config.seated.place_experts()
@@ -113,7 +118,9 @@ def open_exchange(
 def _open_over_nodes(
     config: EPConfig, plan: MemoryPlan, peers: Peers, addresses: Addresses, name: str
 ) -> HierarchicalExchange:
-    """`open_exchange` where the group has several nodes, with a rank in each seat."""
+    """Do what `open_exchange` does for a group of several nodes. There every seat has a rank, since
+    such a group has no free seats.
+    """
     processor = addresses.processor
     device = processor.device
     placement = config.seated.place_experts()
@@ -121,10 +128,10 @@ def _open_over_nodes(
     N = config.topology.num_nodes
     times = config.exchange
 
-    # The ranks of this node meet first.
+    # Connect the ranks of this node. The gather makes ranks begin at the same time.
     node, local = divmod(peers.rank, G)
     connect = connect_within(peers.timeout_s)
-    peers.all_gather(None)  # all are about to connect
+    peers.all_gather(None)
     group = None
     if G > 1:
         group = gloo_group(f"{name}/node/{node}", local, G, connect)
@@ -133,27 +140,34 @@ def _open_over_nodes(
     rounds = RoundState(struct("Progress")())
     deadlines = Deadlines(times.warmup_timeout_s, times.timeout_s, lambda: rounds.count)
     with ExitStack() as undo:
-        # The rail to the ranks of the same local index, and a group of all hosts.
-        of_rail = RollCall([m * G + local for m in range(N)], peers.rank, peers.size, name)
-        rail = rail_of(config, device)(of_rail, deadlines, device, connect)
+        # Connect the rail to the ranks of the same local index on the other nodes.
+        rail_ranks = [other_node * G + local for other_node in range(N)]
+        rail_roll_call = RollCall(ranks=rail_ranks, rank=peers.rank, size=peers.size, name=name)
+        rail = rail_of(config, device)(rail_roll_call, deadlines, device, connect)
         undo.callback(rail.close)
-        of_group = RollCall(list(range(peers.size)), peers.rank, peers.size, f"{name}/hosts")
-        control = GlooRail(of_group, deadlines, torch.device("cpu"), connect)
+
+        # Connect the hosts of all ranks.
+        host_roll_call = RollCall(
+            ranks=list(range(peers.size)), rank=peers.rank, size=peers.size, name=f"{name}/hosts"
+        )
+        control = GlooRail(host_roll_call, deadlines, torch.device("cpu"), connect)
         undo.callback(control.close)
-        # All are connected: a rank that fails from here on cuts off nobody who still connects.
+
+        # Wait until all ranks are connected. A rank that fails afterwards closes its connections,
+        # which must not disturb a rank that still connects.
         peers.all_gather(None)
 
-        # The exchange inside of the node, then the one over the nodes around it.
+        # Open the exchange inside the node, then the exchange over the nodes, which uses it.
         with node_peers.substep():
-            full = Seats.full(G)
-            window = open_window(config, plan, node_peers, full, addresses, undo)
-        inside = NodeExchange(
-            config.of_node(), plan, placement.of_node(node, G), window, here, addresses, full
+            node_seats = Seats.full(G)
+            window = open_window(config, plan, node_peers, node_seats, addresses, undo)
+        node_exchange = NodeExchange(
+            config.of_node(), plan, placement.of_node(node, G), window, here, addresses, node_seats
         )
         memory = RailMemory(config, plan, placement, peers.rank, device, rail)
         network_of = NetworkOnGPUs if processor.runs_ahead else Network
         network = network_of(
-            node=inside,
+            node=node_exchange,
             memory=memory,
             rail=rail,
             control=control,
@@ -161,6 +175,6 @@ def _open_over_nodes(
             rounds=rounds,
             deadlines=deadlines,
         )
-        exchange = HierarchicalExchange(config, inside, memory, network)
+        exchange = HierarchicalExchange(config, node_exchange, memory, network)
         undo.pop_all()
     return exchange

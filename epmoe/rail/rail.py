@@ -1,8 +1,9 @@
-"""The rail: how slabs of rows reach the ranks of one local index on the other nodes.
+"""The interface of a rail. A rail takes slabs of rows from a rank to the ranks of the same local
+index on the other nodes.
 
-Another network is another class like `Rail`, with its name in `RAILS` of opening.py;
-`exchange.rail` chooses it. gloo.py has the rail of CPUs, for which the host waits. nccl.py has that
-of GPUs, for which streams wait.
+gloo.py has the rail of CPUs, whose transfers the host waits for. nccl.py has the rail of GPUs,
+whose transfers streams wait for. A rail over another network is another class like `Rail`, with a
+name in `RAILS` of opening.py; the setting `exchange.rail` chooses a rail by its name.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from epmoe.group.board import RollCall
 
 
 class RailError(RuntimeError):
-    """A transfer failed or did not end in time: `Rail.missing` returns the ranks that did not take
-    part.
+    """A transfer has failed, or has not ended in time. `Rail.missing` then finds the ranks that did
+    not take part.
     """
 
 
 @dataclass(eq=False, slots=True)
 class Transfer:
-    """Slabs that travel together, to and from other nodes."""
+    """Slabs that one rank sends to the other nodes, and receives from them, at the same time."""
 
     sent: Tensor
     """contiguous [n, …], the slabs to the other nodes behind one another, in the order
@@ -43,14 +44,18 @@ class Transfer:
     returning: bool = False
     """whether partial rows travel, which go back to the nodes of their tokens"""
     started: list[Any] = field(default_factory=list)
-    """gets what the rail waits for, once it is started, so it is right after any interrupt"""
+    """empty until the transfer is started; then it holds what the rail waits for. The rail starts
+    and records a transfer in one step, so this is right also after the exception of a signal
+    handler.
+    """
 
 
 class Rail(Protocol):
-    """The ranks of one local index, one on each node: those of `roll_call`.
+    """A connection between ranks of the same local index, one on each node.
 
-    `deadlines` are those of transfers, whose slabs lie on `device`. The constructor raises
-    RuntimeError where the ranks do not reach one another within `connect`.
+    `roll_call` says which ranks these are. `deadlines` are the deadlines of transfers. The slabs
+    lie on `device`. The constructor raises RuntimeError if the ranks do not reach one another
+    within the time `connect`.
     """
 
     devices: ClassVar[tuple[str, ...]]
@@ -61,8 +66,8 @@ class Rail(Protocol):
     ) -> None: ...
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Zeros, uint8 [nbytes] on the device, for what is received: a network may need memory of
-        its own.
+        """Allocate zeros, uint8 [nbytes] on the device, into which slabs are received. The rail
+        does it because a network may need memory of a special kind.
         """
 
     def start(self, transfer: Transfer) -> None:
@@ -73,29 +78,30 @@ class Rail(Protocol):
         """
 
     def wait(self, transfer: Transfer, look: Callable[[], None]) -> None:
-        """Let the reader of a started transfer wait for it: the host, or the current stream of a
-        GPU, where the host goes on.
+        """Wait for a transfer that was started. On a CPU the host waits. On a GPU the current
+        stream waits, and the host goes on.
 
-        While the host waits, it calls `look` now and then; what that raises ends the wait. Raises
-        RailError where the transfer failed, or did not end before its deadline.
+        While the host waits, it calls `look` now and then; an exception of `look` ends the wait.
+        Raises RailError if the transfer has failed, or has not ended before its deadline.
         """
 
     def watch(self, on_late: WeakMethod[Callable[[], None]], latched: Tensor) -> None:
-        """Look after the transfers for which no host waits, on the GPU of `latched`.
+        """Watch the transfers for which no host waits, on the GPU of `latched`.
 
         `on_late` is called once, on another thread, when such a transfer misses its deadline.
-        `latched`, int32 [1], is not 0 once this rank has failed: it sends no partial rows any more.
-        A transfer that `abort` has ended sets it before its reader goes on, since what was received
-        may be leftovers.
+        `latched`, int32 [1], is not 0 once this rank has failed; from then on this rank sends zeros
+        in place of partial rows. A transfer that `abort` has ended sets `latched` before the reader
+        of the received rows goes on, since these rows may be incomplete.
         """
 
     def missing(self, found: Sequence[int]) -> list[int]:
-        """After a failure: who is missing; see `RollCall.missing`. It takes `ANSWER_S` at most."""
+        """Find out after a failure which ranks are missing, see `RollCall.missing`. `found` are
+        the ranks that this rank knows to be missing. It takes `ANSWER_S` at most.
+        """
 
     def abort(self) -> None:
-        """End all transfers, because ranks are missing. No transfer starts any more.
-
-        Waits for no rank.
+        """End all transfers, because ranks are missing. No transfer can start afterwards. It waits
+        for no rank.
         """
 
     def close(self) -> None:

@@ -1,9 +1,10 @@
 """The slabs of one round over several nodes: where they lie, how long they are, and their way to
 other nodes and back.
 
-The slab of the own node does not travel. It comes first in `rail.received`; the slabs of the other
-nodes follow in the order of the nodes, without a gap, so that the node's dispatch reads all of them
-in place.
+A slab has the rows that travel from one rank to the rank of the same local index on another node.
+The slab for a rank's own node does not travel. It comes first in the buffer `rail.received`. The
+slabs from the other nodes follow in the order of the nodes, without a gap where that is possible,
+so that the dispatch inside the node reads all slabs in place.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from epmoe.native.layouts import constant
 from epmoe.rail.memory import FailedWords, RailMemory
 from epmoe.rail.rail import Transfer
 
-# Two int64 words behind the partial rows for a node. No row is shorter.
-_NOTE_BYTES = 2 * 8
-# Tells rounds apart in a stamp, beside the length of a slab, which is smaller.
+# A report has two int64 words: the mask of ranks that aborted, and the rank that differs. It is
+# written into a row behind the partial rows for a node. No row is shorter than a report.
+_REPORT_BYTES = 2 * 8
+# A stamp is the round times this prime, plus the length of a slab. A slab has fewer rows than the
+# prime, so stamps of neighbouring rounds differ whatever the lengths are.
 _PRIME = 1_000_003
 
 
 class Tokens(NamedTuple):
-    """Rows of slabs, as the node's dispatch takes them."""
+    """The rows of slabs, split into the arguments of the dispatch inside the node."""
 
     x: Tensor
     ids: Tensor
@@ -38,8 +41,8 @@ class Tokens(NamedTuple):
 
 
 class Tag(NamedTuple):
-    """The fields by which a source describes its call in each row, int32 each: `RailTag` of
-    csrc/rail.h.
+    """What a source rank writes into each row about its call, so that receivers can compare calls.
+    Every field is an int32. It is the `RailTag` of csrc/rail.h.
     """
 
     D: int
@@ -47,49 +50,58 @@ class Tag(NamedTuple):
     dtype_and_tag: int
     """the number of the dtype in the low byte, and the layer's tag above it"""
     stamp: int
-    """the length of a slab, and on CPUs the round, too"""
+    """on GPUs the length of a slab in rows; on CPUs the length and the number of the round"""
 
     @property
     def dtype(self) -> int:
+        """The index of the dtype in `ops.DTYPES`."""
         return self.dtype_and_tag & 0xFF
 
     @property
-    def of_layer(self) -> int:
+    def layer(self) -> int:
+        """The tag of the layer."""
         return self.dtype_and_tag >> 8 & constant("kMaxTag")
 
 
 class Mismatch(NamedTuple):
-    """What this rank knows of calls on its rail that differ from its own."""
+    """The calls of other ranks of this rail that differ from the call of this rank."""
 
     ranks: list[int]
-    """of this rail, numbered in the group; empty where all agree"""
+    """the ranks with these calls, numbered in the group; empty where all calls agree"""
     tags: tuple[int, int, int] | None
-    """`tags` of EPMismatchError"""
+    """the `tags` of the EPMismatchError that will be raised"""
     differences: Differences
+    """the `differences` of this error"""
 
 
 class Reports(NamedTuple):
-    """What the notes behind the partial rows say."""
+    """What the other nodes report in the row behind their partial rows."""
 
     aborted: list[int]
-    """ranks that have aborted the round"""
+    """ranks of the group that have aborted the round"""
     differing: list[int]
-    """ranks of the group whose calls differ"""
+    """ranks of the group whose calls differ from those of other ranks"""
 
 
 _NO_MISMATCH = Mismatch([], None, {})
 
 
 class Slabs:
-    """The slabs of one round, from dispatch to the sum. Methods return the transfers that are to
-    run.
+    """The slabs of one round, from dispatch to the final sum.
 
-    It takes a call of dispatch that was checked, whose rows have their `extra`, the round's shape,
-    and the epochs of the round and of the node's round in which the rows will travel. No rank
-    brings more than `most_tokens`. `limit` names what sets `slab_rows`, the most rows of a slab.
+    This class prepares transfers and reads what they brought. It starts none: methods return
+    transfers, and the exchange gives them to the network.
+
+    `call` is the call of dispatch, which was checked, and whose rows already have their `extra`.
+    `shape` is the shape of the round, and `epoch` its number. `node_epoch` is the number of the
+    round inside the node in which the received rows will travel on. No rank brings more than
+    `most_tokens` tokens; None means that nobody has said a limit.
+
+    The attribute `slab_rows` is the most rows that a slab can have in this round. `limit` is the
+    name of the setting that decides it, for errors.
     """
 
-    inside: Dispatched  # the round of the node's exchange, once it is open
+    node_dispatched: Dispatched  # the round inside the node, once that round is open
 
     def __init__(
         self,
@@ -97,21 +109,22 @@ class Slabs:
         shape: RoundShape,
         call: Call,
         epoch: int,
-        inside_epoch: int,
+        node_epoch: int,
         most_tokens: int | None,
     ) -> None:
-        # The call, and the rounds in which its rows travel.
+        # Keep the call, and the numbers of the two rounds in which its rows travel.
         self.memory = memory
         self.shape = shape
         self.epoch = epoch
-        self.inside_epoch = inside_epoch
+        self.node_epoch = node_epoch
         self.call_tag = call.tag
         self.D = shape.hidden_size
         dtype = call.x.dtype
         self.wire = memory.payload.dtype_of(dtype)
         runs_ahead = memory.processor.runs_ahead
 
-        # How long slabs are: as all ranks say, or as long as there is room.
+        # Choose the length of slabs. Where all ranks have said how many tokens they bring at most,
+        # slabs need no more rows. Otherwise slabs have all the rows for which there is room.
         S = memory.rows_per_node
         slab_rows = S
         if most_tokens is not None:
@@ -119,32 +132,37 @@ class Slabs:
         self.slab_rows = slab_rows
         self.limit = "capacity.max_rows_per_node" if slab_rows == S else "at_most"
 
-        # What ranks must agree on. On a GPU it is the length of a slab alone, since a replayed call
-        # keeps its tag in other rounds. On the CPU it is the round and the length: tags of one
-        # round differ if the lengths do.
+        # Write what ranks must agree on. On a GPU the stamp is the length of a slab alone: the
+        # replay of a CUDA graph writes the stamp of its capture, in whichever round it runs. On
+        # the CPU the stamp holds the number of the round, too, so rows of another round are
+        # noticed.
         stamp = slab_rows
         if not runs_ahead:
             stamp = (epoch * _PRIME + slab_rows) % 2**31
         dtype_and_tag = ops.DTYPES.index(dtype) | call.tag << 8
         self.tag = Tag(call.x.shape[1], shape.top_k, dtype_and_tag, stamp)
 
-        # Rows of notes behind each slab that returns. GPUs do not report an abort to other nodes.
-        self.notes = int(not runs_ahead)
+        # On CPUs one row with a report follows each slab of partial rows that goes back. GPUs do
+        # not report an abort to other nodes, so they have no such row.
+        self.report_rows = int(not runs_ahead)
         self._back: Transfer | None = None
 
-        # The way out. gloo ends a process that receives more than it has room for, so on CPUs the
-        # stride between slabs that arrive has room for the longest one.
-        one_each = memory.one_each()
-        self.rows_of_nodes = [slab_rows * one for one in one_each]
+        # Make the transfer of dispatch. gloo ends a process that receives more rows than it has
+        # room for. A rank whose call differs may send longer slabs, so on CPUs every slab that
+        # arrives has room for the longest one.
+        other_nodes = memory.other_nodes_mask()
+        self.rows_of_nodes = [slab_rows * is_other for is_other in other_nodes]
         self.stride = slab_rows if runs_ahead else S
-        room = [self.stride * one for one in one_each]
+        room = [self.stride * is_other for is_other in other_nodes]
         sent = memory.views["rail.sent"].flatten(0, 1)[: sum(self.rows_of_nodes)]
         received = self._space()[slab_rows : slab_rows + sum(room)]
         self.out = Transfer(sent, received, self.rows_of_nodes, room)
 
-    def inside_call(self, rows: Tokens, extra: Extra | None) -> Call:
-        """Make the call of the node's dispatch, with `rows` or `no_rows` and their `extra`, or with
-        `smallest_rows`.
+    def node_call(self, rows: Tokens, extra: Extra | None) -> Call:
+        """Make the call of the dispatch inside the node.
+
+        `rows` is the result of `rows`, `no_rows` or `smallest_rows`. `extra` says where the extra
+        bytes lie behind a row, or is None where the rows have no extra bytes.
         """
         shape = self.shape
         return Call(
@@ -158,7 +176,7 @@ class Slabs:
 
     @property
     def last(self) -> Transfer:
-        """The last transfer that was started."""
+        """The transfer back once it was started; until then the transfer of dispatch."""
         back = self._back
         if back is not None and back.started:
             return back
@@ -170,7 +188,10 @@ class Slabs:
         return self._back is not None and bool(self._back.started)
 
     def pack(self, operands: tuple[Any, ...]) -> None:
-        """Copy the tokens of the call, as `Call.operands` gives them, into the slabs."""
+        """Copy the tokens of the call into the slabs, one slab for each node.
+
+        `operands` are the tensors of the call, as `Call.operands` returns them.
+        """
         memory = self.memory
         views = memory.views
         ops.rail_pack(
@@ -190,8 +211,11 @@ class Slabs:
         )
 
     def mismatch(self) -> Mismatch:
-        """Find the calls on this rail that differ from this rank's, once the rows are here. A host
-        with a GPU learns of them later, by "rail.noticed".
+        """Find the calls on this rail that differ from the call of this rank.
+
+        The caller has waited for the rows. On a GPU a kernel compares the tags instead, and the
+        host learns of a difference later, from the word "rail.noticed"; so this method finds
+        nothing there.
         """
         memory = self.memory
         rows = self._space()[self.slab_rows :]
@@ -205,7 +229,7 @@ class Slabs:
             )
             return _NO_MISMATCH
 
-        # Any row of a slab has the tag of its source: read the first ones.
+        # Every row of a slab has the tag of its source. Read the tag in the first row of each slab.
         first = rows[: len(memory.others) * self.stride : self.stride]
         begin = memory.slot.tag
         end = begin + 4 * len(self.tag)
@@ -214,25 +238,27 @@ class Slabs:
         for node, ints in zip(memory.others, written, strict=True):
             tag = Tag(*ints)
             if tag != self.tag:
-                tags[memory.of_rail(node)] = tag
+                tags[memory.rank_on(node)] = tag
         if not tags:
             return _NO_MISMATCH
 
-        # The first of them that is in another layer, and what the first one of all has else.
+        # An error names the layers of the first rank that is in another layer.
         layers = None
         for rank, tag in tags.items():
-            if tag.of_layer != self.call_tag:
-                layers = (self.call_tag, rank, tag.of_layer)
+            if tag.layer != self.call_tag:
+                layers = (self.call_tag, rank, tag.layer)
                 break
-        theirs = next(iter(tags.values()))
-        return Mismatch(
-            list(tags), layers, differences(self._traits(self.tag), self._traits(theirs))
-        )
+        # It names all other differences to the first rank whose call differs at all.
+        first_differing = next(iter(tags.values()))
+        mine = self._traits(self.tag)
+        theirs = self._traits(first_differing)
+        return Mismatch(list(tags), layers, differences(mine, theirs))
 
     def _traits(self, tag: Tag) -> Traits:
-        """What a tag says, on CPUs."""
+        """Translate a tag into the traits that an error names. It is for tags of CPUs."""
         extra = self.memory.may_have_extra
-        # A stamp of this round is the length of a slab.
+        # Without the part of this round, the stamp is the length of a slab. The stamp of another
+        # round becomes a number that is larger than any slab.
         rows = (tag.stamp - self.epoch * _PRIME) % 2**31
         slab_rows: int | str = rows
         if rows > self.memory.rows_per_node:
@@ -240,8 +266,9 @@ class Slabs:
         return call_of(tag.D, tag.K, tag.dtype, extra=extra, at_most=slab_rows)
 
     def rows(self) -> Tokens:
-        """View the tokens of all slabs, for the dispatch of the node. The `extra` of a row lies
-        behind it.
+        """View the tokens of all slabs as the arguments of the dispatch inside the node.
+
+        The extra bytes of a row lie behind its elements, and are not a tensor of their own.
         """
         slot = self.memory.slot
         payload = self.memory.payload
@@ -257,70 +284,89 @@ class Slabs:
         return Tokens(x.view(self.wire), ids.view(torch.int32), weights.view(torch.float32), scales)
 
     def no_rows(self) -> Tokens:
-        """No tokens of the shape of the round."""
+        """Make the arguments of a call that has the shape of the round and no tokens."""
         x, ids, weights, scales = self.rows()
         if scales is not None:
             scales = scales[:0]
         return Tokens(x[:0], ids[:0], weights[:0], scales)
 
     def smallest_rows(self) -> Tokens:
-        """No row of the least D and K that a call may have, without `extra`: a mismatch to the
-        ranks of the node, whose rows are larger. With these D and K in the config they see no
-        mismatch, and get sums without these rows.
+        """Make the arguments of a call that has no tokens, and the smallest hidden size D and the
+        fewest experts per token K that a call may have.
+
+        A rank that has found a mismatch on its rail calls so: the other ranks of its node then
+        notice that its call differs from theirs, since their rows are larger. Where the config
+        itself has this D and K, they notice nothing, and get sums without the rows of this rank.
         """
         x, ids, weights, scales = self.no_rows()
-        # A block of scales, or a line of 16 bytes.
+        # The smallest row has one block of scales, or one line of 16 bytes.
         D = self.memory.largest_block or 16 // self.wire.itemsize
         if scales is not None:
             scales = scales[:, :1]
         return Tokens(x[:, :D], ids[:, :1], weights[:, :1], scales)
 
     def back(self, partial: Tensor, aborted: int) -> Transfer:
-        """Partial rows [n, D], in the order of `rows`, for the nodes of their tokens.
+        """Make the transfer that takes partial rows back to the nodes of their tokens.
 
-        On CPUs one more row follows the rows for each node. It names the ranks of this node that
-        aborted the round, a mask.
+        `partial` [n, D] has the rows in the order of `rows`. `aborted` is a mask of the ranks of
+        this node that have aborted the round; CPUs report it to the other nodes. The method also
+        keeps `partial` for `sum`.
         """
         self.partial = partial
-        return self._transfer_back(partial, aborted, 0, [], reads=True)
+        return self._transfer_back(partial, aborted, mismatch=0, skipped_nodes=[], reads=True)
 
-    def nothing_back(
+    def zeros_back(
         self, like: Tensor, aborted: int, mismatch: int, differing: list[int]
     ) -> Transfer:
-        """Zeros in place of partial rows, where this rank does not read what the others send back.
+        """Make the transfer that takes zeros back in place of partial rows.
 
-        `mismatch` is 0, or 1 + a rank of the group whose call differs. Known `differing` ranks of
-        this rail get no row: those that they have room for may be shorter.
+        A rank that has aborted the round, or has found a mismatch, sends it: the other nodes wait
+        for a transfer in any case. This rank does not read what they send back.
+
+        `like` is a tensor of the dtype and device of partial rows, and `aborted` the mask that
+        `back` takes. `mismatch` is 0, or 1 + the number of a rank of the group whose call differs.
+        `differing` are the ranks of this rail whose calls are known to differ. They get no row,
+        because they may have room for shorter rows only.
         """
         zeros = like.new_zeros(self.slab_rows + sum(self.rows_of_nodes), self.D)
         nodes = [rank // self.memory.ranks_per_node for rank in differing]
         return self._transfer_back(zeros, aborted, mismatch, nodes, reads=False)
 
     def _transfer_back(
-        self, partial: Tensor, aborted: int, mismatch: int, nobody: list[int], *, reads: bool
+        self,
+        partial: Tensor,
+        aborted: int,
+        mismatch: int,
+        skipped_nodes: list[int],
+        *,
+        reads: bool,
     ) -> Transfer:
-        """Make the transfer back of `partial`, whose first slab stays here. `nobody` are nodes that
-        get no row, and `reads` says whether this rank reads the received rows. The notes are those
-        of `nothing_back`.
+        """Make the transfer back of `partial`. Its first slab is for this node and does not travel.
+
+        `aborted` and `mismatch` go into the reports, see `zeros_back`. `skipped_nodes` get no row.
+        `reads` says whether this rank will read the received rows. If so, they become the
+        attribute `returned`.
         """
         returned = self.memory.views["rail.returned"]
-        one_each = self.memory.one_each()
-        slab_bytes = (self.slab_rows + self.notes) * self.D * partial.itemsize
+        other_nodes = self.memory.other_nodes_mask()
+        slab_bytes = (self.slab_rows + self.report_rows) * self.D * partial.itemsize
 
-        # Bytes to each node, and from it.
-        sends = [slab_bytes * one for one in one_each]
-        for node in nobody:
+        # Count the bytes that go to each node.
+        sends = [slab_bytes * is_other for is_other in other_nodes]
+        for node in skipped_nodes:
             sends[node] = 0
-        slab_room = slab_bytes
-        if self.notes and not reads:
-            # The others may bring rows of another length: there is room for the longest ones.
-            slab_room = returned[0].numel()
-        receives = [slab_room * one for one in one_each]
 
-        # What travels, and where what comes lies.
+        # Count the bytes that may come from each node. Where the calls may differ, the other nodes
+        # may send rows of another length, so on CPUs there is room for the longest ones.
+        slab_room = slab_bytes
+        if self.report_rows and not reads:
+            slab_room = returned[0].numel()
+        receives = [slab_room * is_other for is_other in other_nodes]
+
+        # Put reports behind the slabs to send, and choose the memory for the received slabs.
         to_others = partial[self.slab_rows :]
-        if self.notes:
-            to_others = self._with_notes(to_others, aborted, mismatch, nobody)
+        if self.report_rows:
+            to_others = self._with_reports(to_others, aborted, mismatch, skipped_nodes)
         sent = to_others.flatten().view(torch.uint8)
         received = returned.flatten()[: sum(receives)]
         if reads:
@@ -328,53 +374,62 @@ class Slabs:
         self._back = Transfer(sent, received, sends, receives, returning=True)
         return self._back
 
-    def _with_notes(self, slabs: Tensor, aborted: int, mismatch: int, nobody: list[int]) -> Tensor:
-        """Make slabs for the other nodes except `nobody`. Each has one row more, which holds two
-        words.
+    def _with_reports(
+        self, slabs: Tensor, aborted: int, mismatch: int, skipped_nodes: list[int]
+    ) -> Tensor:
+        """Copy the slabs for the other nodes, and put a row with the report behind each slab.
+
+        Slabs for `skipped_nodes` are left out. `aborted` and `mismatch` are the two words of the
+        report, see `zeros_back`.
         """
-        note = slabs.new_zeros(1, self.D)
-        words = torch.tensor((aborted, mismatch)).view(torch.uint8)
-        note.view(torch.uint8)[0, :_NOTE_BYTES] = words
+        report_row = slabs.new_zeros(1, self.D)
+        report = torch.tensor((aborted, mismatch)).view(torch.uint8)
+        report_row.view(torch.uint8)[0, :_REPORT_BYTES] = report
         parts = []
         for node, slab in zip(self.memory.others, slabs.split(self.slab_rows), strict=True):
-            if node not in nobody:
-                parts += [slab, note]
+            if node not in skipped_nodes:
+                parts += [slab, report_row]
         if not parts:
-            return note[:0]
+            return report_row[:0]
         return torch.cat(parts)
 
     def reports(self) -> Reports:
-        """Read the notes behind the partial rows, which GPUs do not have."""
+        """Read the reports behind the partial rows that have come back. GPUs send none."""
         aborted = list[int]()
         differing = set[int]()
-        if not self.notes:
-            return Reports(aborted, [])
+        if not self.report_rows:
+            return Reports(aborted=[], differing=[])
         G = self.memory.ranks_per_node
         R = G * self.memory.num_nodes
-        last = -1
+        last_row = -1
         for node in self.memory.others:
-            last += self.slab_rows + 1
-            # A copy, since a row of the buffer may lie at any address.
-            note = self.returned[last].view(torch.uint8)[:_NOTE_BYTES].clone()
-            mask, mismatch = note.view(torch.int64).tolist()
-            aborted += [node * G + local for local in range(G) if mask >> local & 1]
+            # The report is the last row of each slab.
+            last_row += self.slab_rows + 1
+            # Copy it before it is read as int64, since a row of the buffer may lie at any address.
+            report = self.returned[last_row].view(torch.uint8)[:_REPORT_BYTES].clone()
+            mask, mismatch = report.view(torch.int64).tolist()
+            aborted += [node * G + local for local in range(G) if (mask >> local) & 1]
+            # The words come from another process, so a number that is no rank does not count.
             if 0 < mismatch <= R:
                 differing.add(mismatch - 1)
         return Reports(aborted, sorted(differing))
 
     def sum(self, y: Tensor, failed: FailedWords) -> None:
-        """Once the partial rows are here: their sum for each token, in the order of the nodes, into
-        y [T, D].
+        """Add up the partial rows of each token, in the order of the nodes, and write the sums into
+        y [T, D]. The caller has waited for the transfer back.
+
+        `failed` are the words by which a GPU learns that the sums of this round must be zeros.
         """
         own = self.partial[: self.slab_rows]
         slots = self.memory.views["rail.slots"]
-        ops.rail_sum(
-            own, self.returned, slots, self.slab_rows + self.notes, self.memory.node, *failed, y
-        )
+        stride = self.slab_rows + self.report_rows
+        ops.rail_sum(own, self.returned, slots, stride, self.memory.node, *failed, y)
 
     def _slabs(self) -> Tensor:
-        """View the slots of all slabs, without gaps. Short slabs of three and more nodes have gaps,
-        and are copied.
+        """Return the slots of all slabs [slots, bytes], without gaps between slabs.
+
+        It is a view of the buffer where slabs have no gaps. On CPUs, short slabs of three or more
+        nodes lie apart (see `stride`), and are copied.
         """
         space = self._space()
         n = self.slab_rows
@@ -388,5 +443,7 @@ class Slabs:
         return torch.cat(slabs)
 
     def _space(self) -> Tensor:
-        """uint8 [slots, bytes]: where the slabs of all nodes lie, the own one first."""
+        """The memory of the slabs of all nodes, uint8 [slots, bytes]. The slab of this node comes
+        first.
+        """
         return self.memory.views["rail.received"].flatten(0, 1)

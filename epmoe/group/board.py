@@ -1,8 +1,8 @@
-"""The board: what ranks tell one another in a store, which needs no rank to answer.
-docs/protocol.md has its states.
+"""The board: ranks tell one another something by words in a store, where no other rank has to
+answer. docs/protocol.md, "A meeting after a death", has the states of the protocol.
 
-Every key has one writer, or keeps the word of the first one: `write_once`. So a rank may end
-between any two words.
+Either only one rank writes a key, or the key keeps the word of the first rank that writes it
+(`write_once`). So a rank may die between any two of its words, and the board is still consistent.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from epmoe.group.peers import Peers
 from epmoe.group.store import POLL_S, OutlivingStore
 from epmoe.group.waiting import as_on_this_thread, interruptible, start_thread, to_its_end
 
-# From one sign of life to the next.
+# A rank writes a new sign of life at this interval.
 _BEAT_S = 0.05
-# The longest wait for a process that computes and has not come is so many last calls.
-_CALLS = 4
-# For a sign of a new rank.
+# A process that computes but has not called `recover` is waited for as long as so many last calls.
+_LAST_CALLS_OF_BUSY_PROCESS = 4
+# A new rank that shows no sign of life for so long is given up.
 ANSWER_OF_NEW_S = 1.0
-# The longest silence from one look to the next that counts: a rank that looks late knows no more.
-_LOOK_S = 0.2
-# gloo's timeout in the first attempt.
+# Between two looks at a sign, at most so much silence counts. A rank that looks late does not know
+# whether the sign has changed meanwhile.
+_MOST_SILENCE_OF_A_LOOK_S = 0.2
+# gloo's timeout while ranks connect in the first attempt.
 _CONNECT_S = 0.25
-# It takes up to so many of them for a rank that has ended.
+# gloo waits for a rank that has ended up to so many times its timeout.
 MOST_TIMEOUTS = 5
-# To write a word into the store, where it can be reached.
+# Writing a word into a store that can be reached takes no longer.
 _SEND_S = 0.1
-# Characters of a reason that another rank reads.
+# Another rank reads at most so many characters of the reason why an attempt has failed.
 _MOST_CHARACTERS = 500
-_GONE = "a rank is gone"
+_RANK_IS_GONE = "a rank is gone"
 _Group = TypeVar("_Group", bound=dist.ProcessGroup | None)
 FORMED = "formed"
 FAILED = "failed"
@@ -52,50 +53,56 @@ FAILED = "failed"
 
 @dataclass(frozen=True)
 class Board:
-    """Words under a name in a store."""
+    """Keys in a store, all under one name. The value of a key is a word: a string."""
 
     store: dist.Store
     name: str
 
     def write(self, key: object, word: str) -> None:
+        """Write a word. Only one rank may write this key."""
         self.store.set(f"{self.name}/{key}", word)
 
     def read(self, key: object) -> str:
-        """The word; "" if there is none."""
-        # A look at a word that is not there would wait for it.
+        """Read a word; "" if nobody has written it."""
+        # Ask first whether the word is there, since `get` would wait for it.
         name = f"{self.name}/{key}"
         if not self.store.check([name]):
             return ""
         return self.store.get(name).decode(errors="replace")
 
     def write_once(self, key: object, word: str) -> str:
-        """Write a word, unless another rank has written one already. Returns the word that stays:
-        that of the first rank.
+        """Write a word, unless another rank has written this key already. Returns the word that
+        stays, which is the word of the first rank.
         """
         return self.store.compare_set(f"{self.name}/{key}", "", word).decode(errors="replace")
 
 
 class Presence:
-    """Shows on a thread that this process is there, by a word that changes, until it is ended or
-    collected.
+    """Shows other ranks that this process lives: a thread writes a new sign of life under `key`
+    again and again. The thread ends when `ended` is set to True or this object is collected.
     """
 
     def __init__(self, board: Board, key: object) -> None:
         self.ended = False
-        # The thread must not keep this object alive.
-        shown = (weakref.ref(self), board, key)
-        start_thread(Thread(target=_show, args=shown, name="epmoe-presence", daemon=True))
+        # The thread gets a weak reference, so that it does not keep this object alive.
+        arguments = (weakref.ref(self), board, key)
+        thread = Thread(target=_show_signs, args=arguments, name="epmoe-presence", daemon=True)
+        start_thread(thread)
 
 
 def sign_of_life() -> str:
-    """A word that no other process has written, nor this one before."""
+    """Make a sign of life: a word that differs from those of all other processes and from every
+    earlier word of this process. It begins with the name of the process.
+    """
     return f"{name_of_process()} {time.monotonic_ns()}"
 
 
-def _show(presence: weakref.ref[Presence], board: Board, key: object) -> None:
-    while (shown := presence()) is not None and not shown.ended:
-        del shown
-        # Where the store is gone, this rank's own calls raise.
+def _show_signs(presence: weakref.ref[Presence], board: Board, key: object) -> None:
+    """Write signs of life until the presence has ended. It is the work of a thread."""
+    while (living := presence()) is not None and not living.ended:
+        # Drop the reference, so that the presence can be collected during the sleep.
+        del living
+        # An error of the store is no matter of this thread: the calls of the rank itself raise it.
         with suppress(RuntimeError, OSError):
             board.write(key, sign_of_life())
         time.sleep(_BEAT_S)
@@ -103,23 +110,27 @@ def _show(presence: weakref.ref[Presence], board: Board, key: object) -> None:
 
 @dataclass
 class Sign:
-    """The sign of life that this rank has seen of another one. Silence is counted in looks of this
-    rank, not by the clock: a machine that is busy or stands still delays both.
+    """The sign of life of another rank, as this rank has seen it so far.
+
+    Silence is the time between looks of this rank, and not the time on the clock: each look adds a
+    limited time. A machine that is busy or stands still delays the looks as well as the signs, so
+    it makes no rank seem dead.
     """
 
-    word: str
-    looked: float
-    silent_s: float = 0.0
-    waited_s: float = 0.0  # since the first look
-    fresh: bool = False  # it has changed meanwhile
-    ended: bool = False  # the process is known to have
+    word: str  # the sign at the last look
+    looked: float  # the time of the last look, by `time.monotonic`
+    silent_s: float = 0.0  # the silence since the sign has last changed
+    waited_s: float = 0.0  # the time since the first look
+    fresh: bool = False  # whether the sign has changed since the first look
+    ended: bool = False  # whether the process is known to have ended
 
     def look(self, word: str, process: str) -> None:
-        """Count the time since the last look. `word` is what the rank shows now, and `process` the
-        name of its process.
+        """Take note of the present sign, and add the time since the last look.
+
+        `word` is the word that the other rank shows now, and `process` the name of its process.
         """
         now = time.monotonic()
-        step_s = min(now - self.looked, _LOOK_S)
+        step_s = min(now - self.looked, _MOST_SILENCE_OF_A_LOOK_S)
         self.looked = now
         self.silent_s += step_s
         self.waited_s += step_s
@@ -131,46 +142,60 @@ class Sign:
 
 
 class Decision(BaseModel):
-    """What one rank has decided for all."""
+    """Who forms the next group. One rank decides it for all ranks."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    members: list[int]  # in rank order: former ranks, and behind them new ones as `-1 - arrival`
-    config: EPConfig  # of the group to be
-    last_call_s: float  # a member that is silent for so long is given up
-    arrivals: int  # new ranks up to here have their answer
-    left: list[int]  # former ranks that have left in this attempt or before it
+    # The members in their rank order in the next group: first former ranks by their numbers in the
+    # group so far, then new ranks as `-1 - arrival`.
+    members: list[int]
+    # The config of the next group.
+    config: EPConfig
+    # A member that is silent for so long is given up.
+    last_call_s: float
+    # New ranks with an arrival number up to this one have their answer: a place or none.
+    arrivals: int
+    # Former ranks that have left, in this attempt or in an earlier one.
+    left: list[int]
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """One attempt of the ranks of a group, and of new ones, to form the next group."""
+    """One attempt of the ranks of a group, and of new ranks, to form the next group.
 
-    root: Board
+    A member is a rank that may belong to the next group. A former rank has its number in the group
+    so far, and a new rank has `-1 - arrival`.
+    """
+
+    root: Board  # the board of all meetings in this store
     name: str  # <origin>/<generation>/<attempt>
-    processes: Sequence[str] = ()  # [R], of the group so far
-    signs: dict[int, Sign] = field(default_factory=dict)  # by member, through all attempts
+    processes: Sequence[str] = ()  # [R] names of the processes of the group so far
+    signs: dict[int, Sign] = field(default_factory=dict)  # by member; all attempts share it
 
     @property
     def board(self) -> Board:
+        """The board of this attempt alone."""
         return Board(self.root.store, f"{self.root.name}/{self.name}")
 
     def following(self) -> Meeting:
-        """The next attempt, with the signs that this rank has seen so far."""
+        """Make the meeting of the next attempt, which keeps the signs seen so far."""
         group, _, attempt = self.name.rpartition("/")
         return Meeting(self.root, f"{group}/{int(attempt) + 1}", self.processes, self.signs)
 
     def key_of(self, member: int) -> str:
-        """Where it shows that it is there, see `Presence`."""
+        """The key on the board `root` under which a member shows its sign of life."""
         if member < 0:
             return f"arrivals/{-1 - member}"
         group, _, _ = self.name.rpartition("/")
         return key_of_rank(group, member)
 
     def sign_of(self, member: int) -> Sign:
-        """Look for the sign of life of a member. Of a member that has not come yet, look whether
-        its process computes.
+        """Look at the sign of life of a member, and return what is known of it.
+
+        A former rank that has not called `recover` yet shows no sign. Where its process is on this
+        machine, the processor time of the process takes the place of the sign.
         """
-        # A sign begins with the name of the process, which is known of ranks of the group so far.
+        # A sign begins with the name of the process. The names of former ranks are also known from
+        # the group so far.
         word = self.root.read(self.key_of(member))
         process, _, _ = word.partition(" ")
         if not process and 0 <= member < len(self.processes):
@@ -181,24 +206,27 @@ class Meeting:
         return sign
 
     def lost(self, member: int, last_call_s: float) -> bool:
-        """Whether a member is given up: its process has ended, or it has been silent for too long,
-        or computes for several times as long and does not come. A new one that lives queues again.
+        """Whether a member is given up. There are three reasons: its process has ended; it was
+        silent for too long; or it computes, but has not come within several times `last_call_s`.
+
+        A new rank that is given up and yet lives queues again with another arrival number.
         """
         sign = self.sign_of(member)
         if sign.ended:
             return True
-        if sign.waited_s > _CALLS * last_call_s and not self.root.read(self.key_of(member)):
+        waited_too_long = sign.waited_s > _LAST_CALLS_OF_BUSY_PROCESS * last_call_s
+        if waited_too_long and not self.root.read(self.key_of(member)):
             return True
         silence_s = last_call_s if member >= 0 else ANSWER_OF_NEW_S
         return sign.silent_s > silence_s
 
     def anybody_lost(self, decision: Decision) -> bool:
-        """Whether any member is given up."""
+        """Whether any member of the next group is given up."""
         return any(self.lost(member, decision.last_call_s) for member in decision.members)
 
     def decision(self) -> Decision | None:
-        """Read the decision, if there is one. Raises ValueError, which names the key, for any other
-        word.
+        """Read the decision; None if no rank has decided yet. Raises ValueError, which names the
+        key, if the key holds anything that is no decision.
         """
         word = self.board.read("decision")
         if not word:
@@ -211,56 +239,64 @@ class Meeting:
             ) from None
 
     def outcome(self) -> str:
-        """What has become of the attempt; "" until a rank has decided it."""
+        """Read the outcome of the attempt: FORMED, FAILED, or "" while it is open."""
         return self.board.read("outcome")
 
     def connect(self, decision: Decision, rank: int, timeout_s: float, backend: str) -> None:
-        """Make the default process group anew. Raises RuntimeError once the attempt fails, or a
-        member is lost.
+        """Make the default process group of torch.distributed anew, of the members. Collective.
+
+        `rank` is the number of this rank in the next group. Raises RuntimeError if the attempt
+        fails, a member is lost, or the group has not formed within `timeout_s` seconds.
         """
         size = len(decision.members)
         look = partial(self._check_attempt, decision, time.monotonic() + timeout_s)
         leave_group()
-        # Nobody connects before all members are about to: each connects at once then.
+        # Wait until all members are about to connect, so that connecting itself takes little time.
         board = self.board
         board.write(f"ready/{rank}", "ready")
         while not all(board.read(f"ready/{other}") for other in range(size)):
             look()
             time.sleep(POLL_S)
 
-        # torch also counts groups that failed, and their number must be the same on all ranks.
+        # torch names groups by a count that must be the same on all ranks. It also counts groups
+        # that have failed, and new ranks have made none, so let all ranks count from 0.
         _world.group_count = 0
-        # While torch waits in the store, `look` sees deaths.
+        # torch waits in the store for the other ranks. Let these waits call `look`, which raises
+        # after a death.
         store = self.root.store
         assert isinstance(store, OutlivingStore)
         _kept[:] = [store]
         store.look = look
 
-        # While gloo connects it notices no death, and waits several of its timeouts for a member
-        # that has ended. So the first attempts are short, and the next ones give slow members time.
+        # While gloo connects, it notices no death, and waits several times its timeout for a member
+        # that has ended. So the timeout is short in the first attempt, and twice as long in each
+        # further one, which gives slow members time.
         attempt = int(self.name.rpartition("/")[2])
         connect_s = min(timeout_s, decision.last_call_s, _CONNECT_S * 2**attempt)
         group = dist.PrefixStore(f"{self.board.name}/group", store)
         make = partial(dist.init_process_group, backend, store=group, rank=rank, world_size=size)
-        # torch keeps half a group that a signal handler has interrupted, and makes no other then.
+        # Let no signal handler interrupt torch here: it would keep an incomplete group, and would
+        # refuse to make another one.
         to_its_end(as_on_this_thread(partial(connected, make, connect_s, timeout_s)))
         store.look = None
 
     def _check_attempt(self, decision: Decision, deadline: float) -> None:
-        """Raise RuntimeError if the attempt has failed, a member is lost or time is over."""
+        """Raise RuntimeError if the attempt has failed, a member is lost, or `deadline`, a time of
+        `time.monotonic`, has passed.
+        """
         if self.outcome() == FAILED:
             raise RuntimeError(self.why_failed(len(decision.members)))
         if self.anybody_lost(decision) or time.monotonic() > deadline:
-            raise RuntimeError(_GONE)
+            raise RuntimeError(_RANK_IS_GONE)
 
     def confirm(
         self, decision: Decision, rank: int, timeout_s: float, missing: Callable[[], object]
     ) -> bool:
-        """Confirm that this rank is in the group, and wait for the others. Returns whether all have
-        got in. `missing` returns something true once some are missing.
+        """Report that this rank is in the group, wait for the reports of the others, and return
+        whether the group has formed. `missing` returns something true once ranks are missing.
 
-        The last gather of its opening may end well on some ranks only, so the first rank that knows
-        the outcome writes it, and all follow.
+        This vote is needed because the last gather while the group opens may succeed on some ranks
+        and fail on others. The first rank that knows the outcome writes it, and all ranks follow.
         """
         board = self.board
         deadline = time.monotonic() + timeout_s
@@ -275,32 +311,39 @@ class Meeting:
         return self.outcome() == FORMED
 
     def fail(self, rank: int | None = None, error: BaseException | None = None) -> None:
-        """End the attempt. A rank that could not do its part says why before."""
+        """End the attempt for all ranks, unless the group has formed. If this rank has failed, it
+        first writes its `error`, which others then name.
+        """
         if error is not None:
             why = f"{type(error).__name__}: {error}"
             self.board.write(f"why/{rank}", why[:_MOST_CHARACTERS])
         self.board.write_once("outcome", FAILED)
 
     def why_failed(self, size: int) -> str:
-        """What the first rank has said that could not do its part."""
+        """Say why the attempt has failed: the error of the lowest rank that has written one. `size`
+        is the number of members.
+        """
         for rank in range(size):
             why = self.board.read(f"why/{rank}")
             if why:
                 return f"rank {rank}: {why[:_MOST_CHARACTERS]}"
-        return _GONE
+        return _RANK_IS_GONE
 
 
 def key_of_rank(group: str, rank: int) -> str:
-    """Where a rank shows that it is there, in the meetings for the group behind this one: `group`
-    is <origin>/<generation>.
+    """The key under which a former rank shows its sign of life while the ranks of `group` meet to
+    form the next group. `group` is <origin>/<generation>.
     """
     return f"{group}/there/{rank}"
 
 
 def arrive(root: Board) -> int:
-    """The number of this new rank, from 1. Its key holds its sign of life."""
+    """Queue as a new rank, and return the arrival number of this rank, from 1. The key of the
+    number holds the sign of life of this rank.
+    """
     word = sign_of_life()
-    # The first number that nobody has, and that nobody takes at the same time.
+    # Take the first number that no rank has. If another rank takes it at the same time, the word of
+    # that rank stays, and this rank tries the next number.
     number = 1
     while True:
         key = f"arrivals/{number}"
@@ -310,12 +353,14 @@ def arrive(root: Board) -> int:
 
 
 def connected(make: Callable[..., _Group], connect_s: float, timeout_s: float) -> _Group:
-    """The group that `make` returns for a timeout, None for the default one: it is `connect_s`
-    while ranks connect, and `timeout_s` then.
+    """Make a process group whose timeout is `connect_s` while ranks connect, and `timeout_s` later.
+
+    `make` takes the timeout and returns the group, or None if it makes the default group.
     """
     connect = timedelta(seconds=connect_s)
     timeout = timedelta(seconds=timeout_s)
-    # With details a group keeps the timeout of its connecting.
+    # With torch's debug level DETAIL a group keeps the timeout with which it has connected. So take
+    # the long one from the start.
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
         connect = timeout
     group = make(timeout=connect)
@@ -324,77 +369,83 @@ def connected(make: Callable[..., _Group], connect_s: float, timeout_s: float) -
 
 
 def leave_group() -> None:
-    """Close the connections of the default process group, so that no other rank waits in it for
-    this one.
+    """Destroy the default process group, if there is one. That closes its connections, so that no
+    other rank waits in it for this rank.
     """
     if dist.is_initialized():
         to_its_end(as_on_this_thread(dist.destroy_process_group))
 
 
-# The store of the default group, which does not keep one of Python.
+# The store of the default group. torch does not keep a store of Python alive, so this list does.
 _kept = list[dist.Store]()
 
 
 @dataclass(frozen=True)
 class RollCall:
-    """Ranks of a group that report to one another after a failure. They are numbered in
-    the group.
+    """Some or all ranks of a group, which report to one another after a failure which ranks are
+    missing. All numbers are those of the group.
     """
 
     ranks: list[int]
+    """the ranks that take part"""
     rank: int
+    """this rank"""
     size: int
-    """of the whole group"""
+    """the number of ranks of the whole group"""
     name: str
-    """the same on all ranks of the group, and of no other group"""
+    """a name that is the same on all ranks of the group, and that no other group has"""
     attempt: str = ""
-    """the name of this attempt, once this rank knows it"""
+    """the name of this attempt to open a group, once this rank knows it"""
 
     def arrive(self) -> None:
-        """Leave the name of this process: others then need not wait for the answer of a rank that
-        has ended.
+        """Write the name of this process. If this process ends, the other ranks see it by the name,
+        and need not wait for an answer.
         """
         self._send(f"process/{self.rank}", name_of_process())
 
     def succeed(self) -> None:
-        """Report that the attempt has succeeded here: where it fails elsewhere, this rank is not
-        missing.
+        """Report that the attempt has succeeded on this rank. If it fails on another rank, the
+        other rank then knows that this one is not missing.
         """
         self._send(f"{self.attempt}/{self.rank}", "in")
 
     def missing(self, found: Sequence[int], answer_s: float = ANSWER_S) -> list[int]:
-        """Find who is missing after a failure: at least one rank, and all others of this roll call
-        if the store is silent.
+        """Find out which ranks are missing after a failure. The list is never empty; if the store
+        does not answer, it has all other ranks of this roll call.
 
-        A rank that notices a failure reports it, and what it has `found`; one that does not within
-        `answer_s` seconds is missing, and one whose process has ended is so at once.
+        Every rank that notices the failure calls this method, and so reports which missing ranks it
+        has `found`. A rank that does not report within `answer_s` seconds is missing. A rank whose
+        process has ended is missing at once.
         """
-        # Ask the others, on a thread that may outlast this call.
+        # Ask the others on a thread: the store may not answer, and the thread then goes on after
+        # this call.
         others = [rank for rank in self.ranks if rank != self.rank]
         reports: dict[int, set[int]] = {}
-        # ValueError: the default group is destroyed.
+        # Without a default group there is no store, and `_board` raises ValueError.
         with suppress(RuntimeError, ValueError):
             ask = partial(self._ask, self._board(), found, others, reports, answer_s)
             interruptible(ask, answer_s)
         reports = dict(reports)
 
-        # Knowledge of this rank counts before words of others, and these before silence.
+        # Believe first what this rank itself has found, then what others report, then silence.
         named = set().union(*reports.values())
         silent = set(others) - set(reports)
         missing = sorted(set(found) or named or silent or others)
-        # For ranks that come too late.
+        # Leave the result for ranks that notice the failure later.
         self._send(self.rank, _report(missing))
         return missing
 
     @classmethod
     def of(cls, peers: Peers, what: str, attempt: str = "") -> RollCall:
-        """The roll call of all ranks of a group, about `what`."""
+        """Make the roll call of all ranks of the group of `peers`. `what` names the call that may
+        fail, and `attempt` the attempt to open a group.
+        """
         assert peers.group is not None
         name = f"{what}/{peers.group.group_name}"
         return cls(list(range(peers.size)), peers.rank, peers.size, name, attempt)
 
     def _send(self, key: object, word: str) -> None:
-        """Write a word for the others, if the store can be reached at once."""
+        """Write a word for the other ranks, unless the store cannot be reached at once."""
         with suppress(RuntimeError, ValueError):
             interruptible(partial(self._board().write, key, word), _SEND_S)
 
@@ -409,11 +460,11 @@ class RollCall:
         reports: dict[int, set[int]],
         answer_s: float,
     ) -> None:
-        """Report the ranks that this rank has `found`, and fill `reports` with those of the others.
-        It may never end.
+        """Report the ranks that this rank has `found`, and read the reports of the `others` into
+        `reports`. It may never end if the store does not answer.
 
-        Ranks that know of an end wait for no further report: others may learn of it by their
-        leaving only.
+        Once this rank knows of a missing rank, it waits for no further report. Other ranks may be
+        waiting for this rank in a collective, and report only after this rank has left it.
         """
         board.write(self.rank, _report(found))
         deadline = time.monotonic() + answer_s
@@ -424,9 +475,10 @@ class RollCall:
                 report = board.read(rank)
                 if report:
                     reports[rank] = _ranks_in(report, self.size)
-                # The attempt has succeeded there, or the process has ended.
+                # That rank has succeeded, so it misses nobody.
                 elif self.attempt and board.read(f"{self.attempt}/{rank}"):
                     reports[rank] = set()
+                # The process of that rank has ended, which is as good as its own report.
                 elif has_ended(board.read(f"process/{rank}")):
                     ended.add(rank)
                     reports[rank] = {rank}
@@ -435,15 +487,15 @@ class RollCall:
 
 
 def _report(ranks: Sequence[int]) -> str:
-    """Ranks as a word of the board, which "" would not be."""
+    """Write ranks as a word of the board. It is never "", which stands for no word."""
     return ",".join(map(str, ranks)) or "none"
 
 
 def _ranks_in(report: str, size: int) -> set[int]:
-    """The ranks of a group of `size` in a report. Other words in it do not count."""
+    """Read the ranks of a report. Whatever is no rank of a group of `size` ranks is left out."""
     ranks = set()
     for word in report.split(","):
-        # A long number would take a long time.
+        # The report comes from another process. Reading a very long number would take long.
         is_number = word.isascii() and word.isdigit() and len(word) < 10
         if is_number and int(word) < size:
             ranks.add(int(word))

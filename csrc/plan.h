@@ -15,9 +15,9 @@ constexpr int kMaxRanks = 64;  // a set of ranks is one 64-bit mask
 // args.h. "[R, M, K]" after a buffer is its shape; index 0 is the source rank. An unused buffer has
 // 0 bytes.
 struct ExchangePlan {
-  // Sizes.
-  int64_t R;     // ranks of the group
-  int64_t rank;  // this rank in the group
+  // Sizes. Where seats may be empty, "rank" in this file means a seat.
+  int64_t R;     // ranks of the group, or its seats
+  int64_t rank;  // this rank in the group, or its seat
   int64_t M;     // tokens a rank may bring to one call: the slots of a slab
   int64_t K;     // experts a token, of the config: the stride of pairs; a call may use fewer
   int64_t D;     // elements of a row, of the config; a call may use fewer
@@ -55,7 +55,9 @@ struct ExchangePlan {
   // Offsets in bytes from the start of a window. Each rank has one window, and every rank writes
   // into all windows.
   int64_t signal_dispatch;  // RoundHeader [R]: dispatch send -> dispatch receive; CPU only
-  // RoundHeader [R]: combine send -> combine receive; CUDA uses its first 8 bytes.
+  // RoundHeader [R]: combine send -> combine receive. On the CPU it is stored last, and says that
+  // all sums are there. On CUDA, which uses its first 8 bytes, it is stored first, and says that
+  // the source has opened combine.
   int64_t signal_combine;
   // uint64 [R]: masks of missing ranks, from each rank whose wait failed -> every wait.
   int64_t signal_error;
@@ -141,10 +143,10 @@ struct alignas(64) RoundHeader {
   int32_t empty;       // CPU only: 1 where nobody sits in the seat; the receiver's host writes it
 };
 
-// How far this rank's calls have come. The operators write it, no kernel does except
-// `has_more_rounds`, and the host looks at it after each call: a signal handler of Python may raise
-// right behind a call, so that its caller never learns that it returned. On the CPU it lies in
-// RoundState, on CUDA in host memory behind the Status.
+// How far this rank's calls have come. The operators write it, on the CPU in the caller's thread.
+// CUDA's kernels write `has_more_rounds` alone. The host looks at it after each call: a signal
+// handler of Python may raise right behind a call, so that its caller never learns that it
+// returned. On the CPU it lies in RoundState, on CUDA in host memory behind the Status.
 struct Progress {
   // Phases that have ended, four a round; in the order of the states of
   // epmoe/exchange/round_state.py.
@@ -185,8 +187,9 @@ constexpr uint32_t kEmptySeatShape = 0xfdffffff;
 // (cuda/dispatch/block.cuh).
 constexpr int kLLTokenBits = 11;
 
-// What went wrong, for the host. It lies in host memory (pinned on CUDA); kernels write it, and the
-// host looks at it without synchronising. Only the CPU's host clears `code`.
+// What went wrong, for the host. It lies in host memory (pinned on CUDA). Kernels write it, and the
+// host does for a kernel of its own that does not begin. The host looks at it without
+// synchronising. It clears `code` on the CPU, and on CUDA once it has raised kOutdated.
 struct Status {
   int64_t code;   // StatusCode; written last
   int64_t stage;  // Stage

@@ -1,4 +1,4 @@
-"""Experts that move while a host framework serves: a `Balancer` that the framework's steps tick."""
+"""Moves experts while a host framework serves: every step of the framework drives a `Balancer`."""
 
 from __future__ import annotations
 
@@ -21,24 +21,31 @@ from epmoe.live.slots import write_slots
 from epmoe.local.experts import GroupedExperts
 from epmoe.service import ExpertParallel
 
-_OF_BALANCER = ("every", "goal", "max_moves", "least_gain")
+# Keys of `live` that are arguments of `Balancer`; all others are keys of the section `placement`.
+_BALANCER_KEYS = ("every", "goal", "max_moves", "least_gain")
 
 
 def section_of(live: dict[str, Any], layers: int, **keys: Any) -> dict[str, Any]:
-    """The section `placement`: `keys`, and those of `live` that are not the balancer's."""
-    of_user = {key: value for key, value in live.items() if key not in _OF_BALANCER}
-    return {"live": True, "layers": layers} | keys | of_user
+    """Make the section `placement` of a configuration with `layers` layers of experts that move.
+
+    `keys` are the framework's own values. Keys of `live`, which the user has set, override them;
+    the arguments of `Balancer` among them do not belong into the section and are left out.
+    """
+    user_keys = {key: value for key, value in live.items() if key not in _BALANCER_KEYS}
+    return {"live": True, "layers": layers} | keys | user_keys
 
 
 @contextmanager
 def section_with_slots(
     live: dict[str, Any], first: Placement, layers: int, group: dist.ProcessGroup
 ) -> Iterator[dict[str, Any]]:
-    """Make the section of `section_of` if the framework has loaded the experts as in `first`, and
-    the slots behind them are empty. Collective.
+    """Make the section of `section_of` for a framework that has loaded the experts of each rank as
+    `first` says. The remaining slots of a rank start empty. Collective.
 
-    Its file of slots exists until the end of the context, and is the same one on all ranks.
+    The section names a file that says which expert is in which slot. All ranks name the same file,
+    which exists until the end of the context.
     """
+    # [R, S]: the expert in each of the S slots of each of the R ranks.
     slots_RS = torch.full((first.ep_size, live["slots_per_rank"]), EMPTY, dtype=torch.int32)
     for rank, slots_S in enumerate(slots_RS):
         experts = first.local_experts(rank)
@@ -47,16 +54,16 @@ def section_with_slots(
         path = f"{folder}/slots.json"
         if group.rank() == 0:
             write_slots(path, slots_RS.flatten().expand(layers, -1))
-        # All ranks read the file of rank 0.
+        # All ranks read the file that rank 0 has written.
         path = Peers.of(group).all_gather(path)[0]
         yield section_of(live, layers, slots=path)
 
 
 class Balancing:
-    """An `ExpertParallel`, and with `live` the `Balancer` of its experts, which logs what it moves.
+    """An `ExpertParallel` of a serving framework, with a `Balancer` where its experts move.
 
-    `live` has keys of `Balancer`, and of the section `placement`. None: experts stay where they
-    are.
+    `live` has arguments of `Balancer` and keys of the section `placement`. If it is None, experts
+    stay where they are, and there is no balancer. Rank 0 logs the moves to `logger`.
     """
 
     def __init__(
@@ -66,27 +73,31 @@ class Balancing:
         self._logger = logger
         self._balancer: Balancer | None = None
         if live is not None:
-            of_balancer = {key: live[key] for key in _OF_BALANCER if key in live}
-            self._balancer = Balancer(ep, **of_balancer)
-        # Steps of the balancer's history that the log has.
-        self._logged = 0
+            arguments = {key: live[key] for key in _BALANCER_KEYS if key in live}
+            self._balancer = Balancer(ep, **arguments)
+        # How many entries of the balancer's history have been logged.
+        self._num_logged = 0
+        # False after a step of the framework, since moves may be under way until `slots` ends them.
         self._moves_have_ended = True
 
     def poll(self) -> None:
-        """Look for failures, and tick, before each step of the framework, on its thread and stream.
-        It waits for no rank. Raises what kernels have reported.
+        """Raise what kernels have reported, and let the balancer go on with its moves.
+
+        The framework calls this before each of its steps, on the thread and stream of the step. The
+        call waits for no rank.
         """
         if self._balancer is None:
             self.ep.poll()
             return
-        # Moves may begin in a tick.
+        # The balancer may begin moves now.
         self._moves_have_ended = False
         self._balancer.tick()
-        # Log a plan once. Rank 0 alone knows the loads.
+        # Log each plan once, and only plans with moves. Rank 0 alone knows the loads: the lists of
+        # the other ranks are empty.
         history = self._balancer.history
-        if len(history) == self._logged:
+        if len(history) == self._num_logged:
             return
-        self._logged = len(history)
+        self._num_logged = len(history)
         step = history[-1] if history else None
         if step is None or not step.moves or not step.before:
             return
@@ -99,7 +110,9 @@ class Balancing:
         )
 
     def move(self, tag: int, experts: GroupedExperts) -> None:
-        """Let the experts of the layer with this tag move, if experts do."""
+        """Register the weights of the layer with this tag, so that its experts can move. Where
+        experts stay, nothing happens.
+        """
         tensors = [parameter.detach() for parameter in experts.parameters()]
 
         def weights_of(tag: int, slot: int) -> list[Tensor]:
@@ -108,10 +121,12 @@ class Balancing:
         self.ep.live.register(tag, weights_of)
 
     def slots(self, tag: int) -> list[int] | None:
-        """The expert in each slot of this rank, −1 for none, of a layer whose weights are loaded,
-        for the first time or again. None if experts stay.
+        """List the expert in each slot of this rank, or −1 for an empty slot, in the layer with
+        this tag. Returns None where experts stay.
 
-        The first call after a step is collective: it ends the moves.
+        The framework calls this while it loads a layer's weights, for the first time or again. The
+        first call after a step of the framework is collective: it ends the moves that are under
+        way.
         """
         if self._balancer is None:
             return None

@@ -1,7 +1,12 @@
-"""Batches of any length through an `ExpertParallel`, in as many rounds as the longest batch of any
-rank needs.
+"""Sends batches of any length through an `ExpertParallel`.
+
+A round takes at most M tokens of a rank, where M is `capacity.max_num_tokens_per_rank`. A longer
+batch is cut into several rounds, and every rank takes part in as many rounds as the longest batch
+of any rank needs.
 
     x [T,D] ─ rounds of at most M tokens ─▶ dispatch ─▶ rows [n,D] ─ experts ─▶ combine ─▶ y [T,D]
+
+T is the number of tokens of this rank, D the hidden size, and n the number of rows that arrive.
 """
 
 from __future__ import annotations
@@ -29,47 +34,63 @@ from epmoe.training.exchange import Routed
 
 
 class Arrived(NamedTuple):
-    """The rows of a round, expert by expert. Rows past the last segment may hold anything; on the
-    CPU there are none.
+    """The rows that a round has brought to this rank, sorted by expert.
+
+    The rows of one expert are its segment. On GPUs there may be rows behind the last segment, which
+    may hold anything; on the CPU there are no such rows.
     """
 
     rows: Tensor
     """[n, D] in `dtype`, or fp8 with an fp8 payload; n may be 0"""
     scales: Tensor | None
-    """fp32 [n, D/128] of fp8 rows, else None"""
+    """fp32 [n, D/128], the scales of fp8 rows; None where the rows are not fp8"""
     segments: Segments
+    """where the rows of each expert lie"""
     dtype: torch.dtype
-    """of outputs"""
+    """the dtype in which the experts return their outputs"""
 
     def plain(self) -> Tensor:
-        """The rows in `dtype`."""
+        """The rows in `dtype`: fp8 rows are dequantized."""
         if self.scales is None:
             return self.rows
         return dequantize_rows(self.rows, self.scales, self.dtype)
 
 
 class Computation(NamedTuple):
-    """The work of a rank in the rounds of a call. All but `experts` is the same on all ranks."""
+    """What a rank computes in the rounds of a call.
+
+    `aligned` and `trains` must be the same on all ranks; each rank has `experts` of its own.
+    """
 
     experts: Callable[[Arrived], Tensor]
-    """The rows of a round → outputs [n,D]"""
+    """computes the experts' outputs [n, D] of the rows of a round"""
     aligned: bool = False
-    """Segments start at multiples of a number of rows: `aligned` of `ExpertParallel.dispatch`."""
+    """whether segments start at multiples of a number of rows: the argument `aligned` of
+    `ExpertParallel.dispatch`
+    """
     trains: bool = False
-    """Outputs have gradients: the backward pass takes as many rounds then, and rows are plain."""
+    """whether the outputs have gradients: then the backward pass takes as many rounds as the
+    forward pass, and rows travel without quantization
+    """
 
 
 class _Call(NamedTuple):
+    """The arguments of `SharedExpertParallel.run` that all rounds of a call share."""
+
     computation: Computation
     tag: int
     dtype: torch.dtype
-    """of x"""
+    """the dtype of x"""
     longest: int | None
-    """No rank brings more tokens. None: each round carries whether a rank has more."""
+    """the number of tokens that no rank exceeds; None where the ranks do not know it, so that each
+    round carries whether a rank needs another round
+    """
 
 
-def _hint(error: BaseException) -> None:
-    """Add to the message of a timeout what a user of `generate` meets most often."""
+def _add_timeout_hint(error: BaseException) -> None:
+    """Add to the message of a timeout the mistake that users of `generate` make most often. Other
+    errors stay as they are.
+    """
     if isinstance(error, EPTimeoutError):
         error.args = (
             f"{error}. If the missing ranks have ended `generate` sooner: give it "
@@ -79,12 +100,12 @@ def _hint(error: BaseException) -> None:
 
 
 @contextmanager
-def _hinting() -> Iterator[None]:
-    """Adds the hint to a timeout that is raised within it."""
+def _timeouts_with_hint() -> Iterator[None]:
+    """Add the hint of `_add_timeout_hint` to a timeout that the block raises."""
     try:
         yield
     except EPTimeoutError as error:
-        _hint(error)
+        _add_timeout_hint(error)
         raise
 
 
@@ -94,9 +115,10 @@ class SharedExpertParallel:
     Attributes:
         ep: the `ExpertParallel`.
         static: whether every call is one round, of at most M tokens a rank; see `configure`.
-        seconds: of each stage so far by the clock, waiting for other ranks included. "agree" is the
-            wait for the answer whether a rank has more rounds. On GPUs this is the time of the
-            host, which waits for no kernel otherwise.
+        seconds: the time that each stage has taken so far, in seconds of the clock. The time that
+            this rank waited for other ranks is included. The stage "agree" is the wait for the
+            answer whether a rank needs more rounds. On GPUs these are times of the host, and
+            "agree" is the only stage in which the host waits for a kernel.
     """
 
     def __init__(
@@ -107,8 +129,10 @@ class SharedExpertParallel:
         static: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Collective; takes the arguments of `ExpertParallel`, and `static` and `clock` of
-        `configure`.
+        """Open the `ExpertParallel`. Collective.
+
+        `config`, `group` and `device` are the arguments of `ExpertParallel`; `static` and `clock`
+        are those of `configure`.
         """
         stages = ("set up", "agree", "dispatch", "experts", "combine")
         self.seconds = dict.fromkeys(stages, 0.0)
@@ -122,8 +146,9 @@ class SharedExpertParallel:
 
     @property
     def exchange(self) -> TrainingExchange:
-        """The exchange of rounds with gradients. Raises ValueError in static mode, or if the config
-        cannot train.
+        """The exchange for rounds with gradients, which the first use makes.
+
+        Raises ValueError in static mode, or if the configuration cannot train.
         """
         if self.static:
             raise ValueError(
@@ -135,8 +160,11 @@ class SharedExpertParallel:
         return self._exchange
 
     def tag_of(self, layer: object) -> int:
-        """The tag of a layer's rounds. Layers number themselves in the order of their
-        first calls.
+        """The tag that the rounds of `layer` carry, by which ranks notice that they call different
+        layers.
+
+        The first call for a layer numbers it, so all ranks must first call their layers in the same
+        order.
         """
         tag = self._tags.get(layer)
         if tag is None:
@@ -146,7 +174,7 @@ class SharedExpertParallel:
 
     @cached_property
     def held(self) -> slice:
-        """This rank's experts, which lie in one block of a module's."""
+        """The slice of a module's experts that this rank holds: a rank holds neighbouring ones."""
         owned = self.ep.placement.local_experts(self.ep.rank)
         first = owned[0] if owned else 0
         return slice(first, first + len(owned))
@@ -160,28 +188,33 @@ class SharedExpertParallel:
         tag: int = 0,
         longest: int | None = None,
     ) -> Tensor:
-        """Compute the weighted expert outputs [T, D] of this rank's tokens. Collective.
+        """Compute the weighted sums [T, D] of the experts' outputs for this rank's tokens.
+        Collective.
 
-        `tag` is that of `ExpertParallel.dispatch`. `longest` is the same on every rank: no rank
-        brings more tokens. If it is None, each round carries whether a rank has more, and the host
-        looks for that once the round is launched. Over several nodes the ranks agree on the longest
-        batch through host memory before the first round instead, since a slab for another node has
-        the same length on all ranks.
+        x_TD holds T tokens of D values; ids_TK and weights_TK hold the K experts of each token and
+        their weights. `tag` is the argument of `ExpertParallel.dispatch`. `longest` is a number of
+        tokens that no rank exceeds, and it is the same on every rank. If `longest` is None, each
+        round carries whether a rank needs another round, and the host reads the answer once the
+        round is launched. Over several nodes the ranks instead agree on the longest batch before
+        the first round, through host memory, because a slab for another node must have the same
+        length on all ranks.
 
-        Raises ValueError in static mode if `longest` is more than M or the call trains,
-        RuntimeError in a stream capture without `longest`, all before anything is sent, and what
-        `Exchange.largest`, `ExpertParallel.dispatch`, `ExpertParallel.combine` and `experts` raise.
-        An exception closes the round, wherever it comes from. In the rounds that other ranks still
-        need, this rank then takes part without tokens and without its experts, so that the ranks
-        stay in step. It waits for them as ever; a second exception, such as another Ctrl-C, ends
-        that too.
+        Raises ValueError in static mode if `longest` is more than M or if the call trains, and
+        RuntimeError in a stream capture without `longest`. These errors come before anything is
+        sent. Later errors are those of `Exchange.largest`, `ExpertParallel.dispatch`,
+        `ExpertParallel.combine` and `computation.experts`.
+
+        Any exception closes the open round. The other ranks may still need more rounds: this rank
+        then takes part in them without tokens and without its experts, so that all ranks count the
+        same rounds. It waits for the other ranks in these rounds as in any other. A second
+        exception, such as another Ctrl-C, ends this, too.
         """
         M = self._max_tokens
         T = x_TD.shape[0]
-        # What this rank alone may be refused raises before anything is sent.
+        # `self.exchange` raises where this rank cannot train: now, before anything is sent.
         if computation.trains:
             _ = self.exchange
-        # How many tokens a rank brings at most, and so how many rounds there are.
+        # Find how many tokens a rank brings at most. The number of rounds follows from it.
         call = _Call(computation, tag, x_TD.dtype, longest)
         if longest is None:
             longest = self._longest_batch(T, call)
@@ -190,19 +223,21 @@ class SharedExpertParallel:
                 "a call in a stream capture cannot look whether another rank needs more rounds: "
                 "`configure(static=True)` takes one round a call and looks at nothing"
             )
-        # Static mode takes one round, whatever ranks bring: then only the caller knows more.
-        known = longest
+        # Static mode takes one round, however many tokens the ranks bring. There `longest` is what
+        # this rank assumes, and only the caller's number holds on all ranks. A rank whose batch is
+        # too long raises within the `try` below, so that it skips the round of the others.
+        agreed_longest = longest
         too_long = None
         if self.static:
-            known = call.longest
+            agreed_longest = call.longest
             if longest is not None and longest > M:
                 too_long = longest
                 longest = M
         call = call._replace(longest=longest)
         batch = (x_TD, ids_TK, weights_TK)
-        own_rounds = self._rounds(T)
+        own_rounds = self._rounds_for(T)
         rounds_before = self.ep.exchange.rounds.count
-        # Rounds, until no rank has tokens left.
+        # Run rounds until no rank has tokens left.
         outputs = list[Tensor]()
         try:
             if too_long is not None:
@@ -211,53 +246,59 @@ class SharedExpertParallel:
                     f"max_num_tokens_per_rank = {M} a call: configure more, or send a prompt in "
                     "chunks (`prefill_chunk_size` of transformers' generate)"
                 )
-            with self.ep.at_most(known):
+            with self.ep.at_most(agreed_longest):
                 while not outputs or self._has_more_rounds(len(outputs), call.longest):
-                    taken = len(outputs)
+                    rounds_done = len(outputs)
                     x, ids, weights = batch
-                    # One round needs no slices, three of which cost the host 5 µs.
+                    # A single round needs no slices: three slices cost the host 5 µs. In a round
+                    # that only other ranks need, the slices of this rank are empty.
                     if own_rounds > 1 or outputs:
-                        x, ids, weights = (tensor[taken * M : (taken + 1) * M] for tensor in batch)
-                    has_more = taken + 1 < own_rounds
+                        start = rounds_done * M
+                        x, ids, weights = (tensor[start : start + M] for tensor in batch)
+                    has_more = rounds_done + 1 < own_rounds
                     outputs.append(self._round(x, ids, weights, call, has_more))
         except EPMismatchError:  # all ranks raise it
             raise
         except BaseException as error:
-            _hint(error)
-            self._see_out(rounds_before, call)
+            _add_timeout_hint(error)
+            self._skip_remaining_rounds(rounds_before, call)
             raise
-        # Join the outputs. In training those without tokens, too: they have a backward round.
+        # Join the outputs. In training, rounds without tokens of this rank count, too: their
+        # backward rounds start from the outputs.
         if computation.trains:
             own_rounds = len(outputs)
         return outputs[0] if own_rounds == 1 else torch.cat(outputs[:own_rounds])
 
     def poll(self) -> None:
         """Raise what kernels have reported so far. It never waits."""
-        with _hinting():
+        with _timeouts_with_hint():
             self.ep.poll()
 
     def close(self) -> None:
         self.ep.close()
 
-    def _rounds(self, num_tokens: int) -> int:
-        """Rounds that a batch of `num_tokens` takes, at least 1: a rank without tokens still takes
-        part.
+    def _rounds_for(self, num_tokens: int) -> int:
+        """How many rounds a batch of `num_tokens` takes. It is at least 1, because a rank without
+        tokens still takes part.
         """
         return max(1, -(-num_tokens // self._max_tokens))
 
     def _longest_batch(self, num_tokens: int, call: _Call) -> int | None:
-        """Find the most tokens that a rank brings. This rank brings `num_tokens`. None: not known
-        yet.
+        """Find how many tokens the rank with the longest batch brings. This rank brings
+        `num_tokens`.
 
-        After an exception other than those of the exchange, such as a Ctrl-C, this rank sees the
-        rounds out.
+        Returns None where the ranks learn it from their rounds only. `run` calls this before the
+        first round, if the caller has given no `longest`. Over several nodes the call waits for all
+        ranks. If an exception interrupts the wait, such as a Ctrl-C, this rank still takes part in
+        the rounds of the others, without tokens.
         """
         if self.static:
             return max(num_tokens, self._max_tokens)
         if self.ep.size == 1:
             return num_tokens
-        # Over several nodes the ranks agree; on one, each round carries the answer.
-        with self._timed("agree"), _hinting():
+        # Over several nodes the ranks agree now. On one node `largest` is None, and each round
+        # carries the answer.
+        with self._timed("agree"), _timeouts_with_hint():
             largest = self.ep.exchange.largest(num_tokens)
             if largest is None:
                 return None
@@ -266,126 +307,138 @@ class SharedExpertParallel:
             except EPTimeoutError:
                 raise
             except BaseException:
+                # The other ranks go on with their rounds. Calling `largest` again resumes the
+                # interrupted wait.
                 with suppress(RuntimeError):
-                    self._see_out(self.ep.exchange.rounds.count, call._replace(longest=largest()))
+                    rounds_before = self.ep.exchange.rounds.count
+                    self._skip_remaining_rounds(rounds_before, call._replace(longest=largest()))
                 raise
 
-    def _has_more_rounds(self, taken: int, longest: int | None) -> bool:
-        """All ranks take more rounds after `taken` ones."""
+    def _has_more_rounds(self, rounds_done: int, longest: int | None) -> bool:
+        """Whether the ranks take another round after the first `rounds_done` rounds of a call."""
         if longest is not None:
-            return taken < self._rounds(longest)
+            return rounds_done < self._rounds_for(longest)
         with self._timed("agree"):
             return self.ep.exchange.has_more_rounds()
 
     def _round(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, call: _Call, has_more: bool
     ) -> Tensor:
-        """Run a round of at most M tokens. Returns their sums [T, D]. `has_more`: this rank needs
-        another round.
+        """Run one round of at most M tokens of this rank. Returns their weighted sums [T, D].
 
-        Its steps stand in line, with the clock between them: context managers would cost a layer
-        8 µs.
+        `has_more` says whether this rank needs another round. The times of the stages are added to
+        `seconds`. The clock is read by plain calls between the stages, because context managers
+        would cost a layer 8 µs.
         """
         ep = self.ep
         now = self._now
         experts, aligned, trains = call.computation
-        most = self._most_tokens(call.longest)
+        max_tokens_per_rank = self._max_tokens_per_rank(call.longest)
         exchange = ep.exchange
-        before = exchange.rounds.count
+        rounds_before = exchange.rounds.count
         try:
-            # Dispatch. Where the longest batch is not known, the round says who has more.
-            began = now()
-            sends: Callable[..., Dispatched | Routed] = ep.dispatch
+            # Dispatch. Where the longest batch is not known, the round also carries `has_more`.
+            start = now()
+            dispatch: Callable[..., Dispatched | Routed] = ep.dispatch
             if trains:
-                sends = self.exchange.dispatch
+                dispatch = self.exchange.dispatch
             if call.longest is None:
-                dispatch = partial(sends, x_TD, ids_TK, weights_TK, tag=call.tag, aligned=aligned)
-                routed = exchange.sending(has_more, dispatch)
+                send = partial(dispatch, x_TD, ids_TK, weights_TK, tag=call.tag, aligned=aligned)
+                routed = exchange.sending(has_more, send)
             else:  # a partial would cost the host 0.1 µs
-                routed = sends(x_TD, ids_TK, weights_TK, tag=call.tag, aligned=aligned)
-            # Experts, over as many rows as may have come.
-            arrived = now()
-            most_tokens = (ep.size - 1) * most + x_TD.shape[0]
-            outputs = experts(self._arrived(routed, most_tokens * ids_TK.shape[1]))
+                routed = dispatch(x_TD, ids_TK, weights_TK, tag=call.tag, aligned=aligned)
+            # Run the experts, over as many rows as may have arrived.
+            dispatched_at = now()
+            max_tokens = (ep.size - 1) * max_tokens_per_rank + x_TD.shape[0]
+            max_pairs = max_tokens * ids_TK.shape[1]
+            outputs = experts(self._arrived_rows(routed, max_pairs))
             if not trains:
                 check_forward_only(outputs)
             # Combine.
-            computed = now()
+            computed_at = now()
             if isinstance(routed, Routed):
                 y = self.exchange.combine(outputs, routed)
             else:
                 y = ep.combine(outputs, routed)
         except BaseException:
-            exchange.give_up(before)
+            # Abort the round if it has opened, so that the other ranks get through it.
+            exchange.give_up(rounds_before)
             raise
-        self.seconds["dispatch"] += arrived - began
-        self.seconds["experts"] += computed - arrived
-        self.seconds["combine"] += now() - computed
+        self.seconds["dispatch"] += dispatched_at - start
+        self.seconds["experts"] += computed_at - dispatched_at
+        self.seconds["combine"] += now() - computed_at
         return y
 
-    def _see_out(self, rounds_before: int, call: _Call) -> None:
-        """After an exception, take part in the rounds that other ranks still need, after the first
-        `rounds_before` and at least one.
+    def _skip_remaining_rounds(self, rounds_before: int, call: _Call) -> None:
+        """Take part without tokens in the rounds that other ranks still need, after an exception
+        has ended this rank's call.
 
-        It raises nothing of the exchange, since the caller has an exception already.
+        `rounds_before` is the exchange's count of rounds when the call began. The call takes at
+        least one round, so this rank skips that round if it has not opened one. Errors of the
+        exchange are dropped, because the caller raises an exception already.
         """
-        # Nobody waits for more where the exchange has failed, or the last round did not open.
         rounds = self.ep.exchange.rounds
         longest = call.longest
-        taken = rounds.count - rounds_before
-        if self.ep.exchange.failed or taken and not rounds.opened_after(rounds_before):
+        rounds_done = rounds.count - rounds_before
+        # No rank waits for this one after a failure of the exchange. Nor does this thread have
+        # anything to skip where another thread has opened the latest round.
+        belongs_to_other_thread = rounds_done > 0 and not rounds.opened_after(rounds_before)
+        if self.ep.exchange.failed or belongs_to_other_thread:
             return
-        # Skip round after round, in the shape that the other ranks bring.
+        # Skip one round after the other, each with the shape that the other ranks bring.
         with suppress(RuntimeError), self.ep.at_most(longest):
-            while not taken or self._has_more_rounds(taken, longest):
-                skips: Callable[..., object]
+            while not rounds_done or self._has_more_rounds(rounds_done, longest):
+                skip: Callable[..., object]
                 if call.computation.trains:
-                    skips = self.exchange.skip
+                    skip = self.exchange.skip
                     shape = RoundShape.of(self.ep.config, call.dtype)
                 else:
-                    skips = self.ep.skip
+                    skip = self.ep.skip
                     shape = self.ep.last_shape
                 shape = shape._replace(aligned=call.computation.aligned)
-                skip = partial(skips, shape, tag=call.tag)
+                skip_round = partial(skip, shape, tag=call.tag)
                 if longest is None:
-                    self.ep.exchange.sending(False, skip)
+                    has_more = False  # the remaining tokens of this rank are given up
+                    self.ep.exchange.sending(has_more, skip_round)
                 else:
-                    skip()
-                taken += 1
+                    skip_round()
+                rounds_done += 1
 
-    def _most_tokens(self, longest: int | None) -> int:
-        """Most tokens of a rank in a round."""
+    def _max_tokens_per_rank(self, longest: int | None) -> int:
+        """The most tokens that a rank brings to one round, if no batch exceeds `longest`."""
         if longest is None:
             return self._max_tokens
         return min(longest, self._max_tokens)
 
-    def _arrived(self, routed: Dispatched | Routed, most_pairs: int) -> Arrived:
-        """View the rows that arrived, if all sources together have sent at most `most_pairs` pairs
-        of a token and an expert.
+    def _arrived_rows(self, routed: Dispatched | Routed, max_pairs: int) -> Arrived:
+        """View the rows that a dispatch has brought, as the experts take them.
 
-        On the CPU these rows only. On GPUs the host does not know how many they are: as much
-        padding follows them as the host must expect. In rounds with gradients the exchange has
-        counted them.
+        All ranks together have sent at most `max_pairs` pairs of a token and an expert. On the CPU
+        the view holds the rows that arrived and no others. On GPUs the host does not know how many
+        rows arrived, so the view also holds as much padding as `max_pairs` rows need. In rounds
+        with gradients the exchange has counted the rows already.
         """
+        # Rounds with gradients have no gaps between segments.
         if isinstance(routed, Routed):
-            segments = Segments(routed.expert_offsets, None, 1)
+            segments = Segments(offsets=routed.expert_offsets, tokens=None, alignment=1)
             return Arrived(routed.rows, None, segments, routed.rows.dtype)
-        d = routed
+        dispatched = routed
         ep = self.ep
         if ep.device.type == "cpu":
-            n = int(d.expert_offsets[-1])
+            num_rows = int(dispatched.expert_offsets[-1])
         else:
-            # All pairs, and gaps before each expert, whatever alignment the other ranks bring.
-            alignment = 1 if d.alignment == 1 else ep.config.alignment
-            most = most_pairs + ep.num_local_experts * (alignment - 1)
-            n = min(d.rows.shape[0], -(-most // alignment) * alignment)
-        scales = None if d.scales is None else d.scales[:n]
-        segments = Segments(d.expert_offsets, *d.segments.values())
-        return Arrived(d.rows[:n], scales, segments, d.dtype)
+            # Each segment may start behind a gap. The largest alignment counts, because another
+            # rank may bring more tokens and so a larger alignment than this rank.
+            alignment = 1 if dispatched.alignment == 1 else ep.config.alignment
+            max_rows = max_pairs + ep.num_local_experts * (alignment - 1)
+            num_rows = min(dispatched.rows.shape[0], -(-max_rows // alignment) * alignment)
+        scales = None if dispatched.scales is None else dispatched.scales[:num_rows]
+        segments = Segments(dispatched.expert_offsets, *dispatched.segments.values())
+        return Arrived(dispatched.rows[:num_rows], scales, segments, dispatched.dtype)
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
-        """Adds the time within it to a stage."""
+        """Add the time that the block takes to the seconds of `stage`."""
         start = self._now()
         yield
         self.seconds[stage] += self._now() - start

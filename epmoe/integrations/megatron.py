@@ -1,11 +1,16 @@
-"""Megatron-Core's MoE layers with epmoe's exchange, in place of its all-to-all.
+"""Puts epmoe's exchange into Megatron-Core's MoE layers, in place of Megatron's all-to-all.
 
     spec = get_gpt_layer_local_spec(num_experts=64, moe_grouped_gemm=False)
     spec.submodules.mlp = epmoe.integrations.megatron.exchanged(spec.submodules.mlp)
 
-Router, experts and shared experts stay Megatron's. The experts apply the probabilities, so that
-combine only adds. With tensor parallel experts (ETP) a token goes to every rank that has a part of
-its expert: each part counts as an expert.
+Router, experts and shared experts stay Megatron's. The experts multiply their outputs by the
+router's probabilities, so combine only adds them up. With tensor parallel experts each expert is
+cut into ETP parts, one on each rank of a tensor parallel group. epmoe counts each part as an
+expert, so a token goes to every rank that has a part of one of its experts.
+
+Letters in names and shapes: S is the sequence length, B the batch size, H the hidden size, and
+T = S · B counts the tokens of this rank. E counts the experts of the model, e those of this rank, K
+the experts of a token, and N the rows that arrive.
 """
 
 from __future__ import annotations
@@ -42,7 +47,9 @@ __all__ = ["EpmoeMoELayer", "EpmoeTokenDispatcher", "close", "exchanged"]
 
 logger = logging.getLogger(__name__)
 
+# The environment variable that users set where a later batch is longer than the first one.
 _LIMIT = "EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK"
+# Settings of Megatron's config that must be off, and why.
 _REFUSED = {
     "moe_pad_expert_input_to_capacity": (
         "epmoe sends the tokens that are there, without padding to the capacity"
@@ -57,7 +64,7 @@ _session: Session[ExpertParallel] = Session()
 
 
 def exchanged(mlp: Any) -> Any:
-    """A new `mlp` of a layer's spec, with `EpmoeMoELayer` for Megatron's MoELayer.
+    """Copy `mlp`, a part of a layer's spec, with `EpmoeMoELayer` in place of Megatron's MoELayer.
 
     `mlp` is a ModuleSpec (0.16) or a partial (0.19) of MoELayer, as Megatron's functions for specs
     make it. Raises TypeError for anything else, such as a layer without experts.
@@ -75,16 +82,20 @@ def _open_windows(
     shapes: tuple[int, int, int, torch.dtype],
     ep_size: int,
 ) -> ExpertParallel:
-    """Make the windows of layers with these shapes: E, K, H and the dtype. Collective."""
+    """Open the windows of all layers with these `shapes`. Collective.
+
+    `shapes` has the number of experts, the experts of a token, the hidden size and the dtype.
+    `hidden_states` [S, B, H] are those of the first forward pass.
+    """
     # The exchange needs a CPU backend, which Megatron's group may lack.
     ranks = dist.get_process_group_ranks(tp_ep_group)
     group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    # Room for the longest batch of a rank now.
+    # The windows get room for as many tokens as the rank with the longest batch brings now.
     tokens = hidden_states.shape[:-1].numel()
-    most = torch.tensor(max(tokens, 1))
-    dist.all_reduce(most, dist.ReduceOp.MAX, group)
+    max_tokens = torch.tensor(max(tokens, 1))
+    dist.all_reduce(max_tokens, dist.ReduceOp.MAX, group)
     sections = {
-        "capacity": {"max_num_tokens_per_rank": int(most)},
+        "capacity": {"max_num_tokens_per_rank": int(max_tokens)},
         "exchange": TRAINING_DEADLINES,
     }
     config = make_config(*shapes, ep_size, sections, from_environment=True)
@@ -98,15 +109,17 @@ def _open_windows(
 
 
 class EpmoeTokenDispatcher(MoETokenDispatcher):
-    """Dispatch and combine of one MoE layer of Megatron, with Megatron's arguments.
+    """Dispatches and combines the tokens of one MoE layer of Megatron. It takes the arguments of
+    Megatron's own dispatchers.
 
-    Layers with the same sizes share windows, which the first forward pass opens. They have room for
-    as many tokens as a rank brings then, or for as many as the environment says by
-    EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK.
+    Layers with the same sizes share windows, which the first forward pass opens. The windows have
+    room for as many tokens as any rank brings in that pass. The environment variable
+    EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK sets another number of tokens.
 
-    The stages also work without a layer, one after another from `dispatch_preprocess` to
-    `combine_postprocess`, each on all ranks. A stage without the one before it is a RuntimeError.
-    Raises ValueError if the config has what epmoe does not do.
+    Megatron's layer calls the stages one after another, from `dispatch_preprocess` to
+    `combine_postprocess`, on all ranks. They also work without a layer. A stage raises RuntimeError
+    if the stage before it was not called. The constructor raises ValueError if the config asks for
+    something that epmoe does not do.
     """
 
     def __init__(self, num_local_experts: int, config: Any, pg_collection: Any) -> None:
@@ -115,46 +128,55 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
                 raise ValueError(f"`{name}` must be False with epmoe: {reason}")
         super().__init__(config=config, pg_collection=pg_collection)
         self.num_local_experts = num_local_experts
+        # Megatron's own CUDA graphs keep these attributes from one stage to the next.
         self.cudagraph_attrs = [
             "ids",
             "shared_experts.gate_score",
             "shared_experts.cached_fc1_input",
         ]
+        # `dispatch_preprocess` leaves these two to the later stages: the shape [S, B, H] of its
+        # input, and the ids of the experts of each token.
         self.hidden_shape: torch.Size | None = None
         self.ids: Tensor | None = None
+        # The exchange of the first forward pass, and the round that is open.
         self._exchange: TrainingExchange | None = None
         self._routed: Routed | None = None
         self._tag = 0
 
     @contextmanager
     def taking_part(self, hidden_states: Tensor) -> Iterator[None]:
-        """Take part in a forward pass of [S, B, H] within this context. An exception gives its
-        round up, so that the other ranks learn of it.
+        """Run the forward pass of `hidden_states` [S, B, H] within this context.
+
+        If the block raises, this rank gives the round of the pass up, so that the other ranks learn
+        of it. Raises ValueError if the windows have no room for the tokens.
         """
-        # Experts may compute in a smaller space than the model's.
+        # With `moe_latent_size` the experts' rows are shorter than the model's.
         H = getattr(self.config, "moe_latent_size", None) or hidden_states.shape[-1]
         T = hidden_states.shape[:-1].numel()
         exchange = self._open(hidden_states, H)
-        most = exchange.ep.config.capacity.max_num_tokens_per_rank
+        max_tokens = exchange.ep.config.capacity.max_num_tokens_per_rank
         shape = functools.partial(RoundShape.of, exchange.ep.config, hidden_states.dtype)
-        with exchange.giving_up(self._tag, "combine", shape):
-            if most < T:
-                raise ValueError(f"{T} tokens on this rank: set {_LIMIT}, now {most}, to {T}")
+        with exchange.giving_up(self._tag, weights_on="combine", shape=shape):
+            # Refuse the batch in here, so that the other ranks learn of it.
+            if max_tokens < T:
+                raise ValueError(f"{T} tokens on this rank: set {_LIMIT}, now {max_tokens}, to {T}")
             yield
 
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Sort the ids of each token's experts in ascending order, whatever the order of the
-        probabilities.
+        """List the ids of each token's experts and their probabilities.
 
-        The first call opens the windows and is collective. Takes hidden_states [S, B, H], a bool
-        routing_map [T, E], of which a row has at most `moe_router_topk` true ones, and probs [T,
-        E]. Returns tokens [T, H] and their probabilities [T, K], or [T, K · ETP].
+        `hidden_states` are [S, B, H]. The bool `routing_map` [T, E] says which experts a token has:
+        at most `moe_router_topk` of them. `probs` [T, E] has the probability of each expert.
+        Returns the tokens [T, H] and their probabilities [T, K], or [T, K · ETP] with tensor
+        parallel experts. The ids stay in `ids`, in ascending order for each token. The first call
+        opens the windows and is collective. Shared experts begin their work here.
         """
         self._open(hidden_states, hidden_states.shape[-1])
         self.hidden_shape = hidden_states.shape
-        # The K lowest ids of each token; E where a token has fewer experts.
+        # Find the ids of each token's experts in ascending order. A token with fewer than K experts
+        # gets the id E in the remaining places, with the probability 0.
         E = routing_map.shape[1]
         all_E = torch.arange(E, dtype=torch.int32, device=routing_map.device)
         chosen_TE = torch.where(routing_map, all_E, E)
@@ -163,24 +185,26 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
         is_chosen_TK = ids_TK < E
         weights_TK = probs.gather(1, ids_TK.clamp(max=E - 1).long())
         weights_TK = weights_TK.masked_fill(~is_chosen_TK, 0.0)
-        # Part t of expert i is the expert (i // e · ETP + t) · e + i % e, since ranks of the group
-        # go by ETP first.
+        # Turn each expert into its ETP parts. The group lists the ETP ranks of one tensor parallel
+        # group next to each other, and each of these ranks has the same e experts. So part t of
+        # expert i is expert i % e of the rank i // e · ETP + t. Places without an expert get −1.
         e = self.num_local_experts
         parts = torch.arange(self.tp_size, dtype=torch.int32, device=ids_TK.device)
         ids_TK1 = ids_TK[..., None]
         ids_TKt = (ids_TK1 // e * self.tp_size + parts) * e + ids_TK1 % e
         self.ids = ids_TKt.masked_fill(~is_chosen_TK[..., None], -1).flatten(1)
-        # Shared experts begin, where they run at the same time.
+        # Shared experts begin here, if they run at the same time as the exchange.
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
         weights_TKt = weights_TK[..., None].expand(-1, -1, self.tp_size)
         return hidden_states.reshape(-1, hidden_states.shape[-1]), weights_TKt.flatten(1)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Send tokens [T, H] and probabilities [T, K] to their experts. Returns rows [N, H] by
-        local expert and their probabilities [N].
+        """Send the tokens [T, H] and their probabilities [T, K] to the ranks of their experts.
+        Collective.
 
-        Collective. Rows own their memory, and the host waits for their number.
+        Returns the rows [N, H] that arrived, sorted by local expert, and the probability of each
+        row [N]. The rows own their memory. The host waits until their number is known.
         """
         if self._exchange is None or self.ids is None:
             raise RuntimeError("`token_dispatch` without a `dispatch_preprocess` before")
@@ -196,20 +220,20 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
     def dispatch_postprocess(
         self, hidden_states: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows and probabilities as they are, and int64 [e] on the host, the rows of each local
-        expert.
+        """Return the rows and probabilities as they are, with the number of rows of each local
+        expert between them: int64 [e] on the host.
         """
         if self._routed is None:
             raise RuntimeError("`dispatch_postprocess` without a `token_dispatch` before")
         return hidden_states, self._routed.tokens_per_expert.long().cpu(), probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Rows as they are."""
+        """Return the rows as they are: Megatron calls this stage of every dispatcher."""
         return hidden_states
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Sum weighted outputs [N, H] → [T, H]. Collective."""
-        # A round is combined once.
+        """Send the experts' weighted outputs [N, H] back, and add them up to [T, H]. Collective."""
+        # A round is combined once, so forget it before anything can raise.
         routed = self._routed
         self._routed = None
         if self._exchange is None or routed is None:
@@ -222,8 +246,9 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
         return output
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """Sums [T, H] → [S, B, H], with the shared experts' output where they run at
-        the same time.
+        """Give the sums [T, H] the shape [S, B, H] of the input.
+
+        Shared experts that run at the same time as the exchange end here: their output is added.
         """
         if self.hidden_shape is None:
             raise RuntimeError("`combine_postprocess` without a `dispatch_preprocess` before")
@@ -233,15 +258,15 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
         return output + self.shared_experts.get_output()
 
     def _order_shared_experts(self) -> None:
-        """Shared experts of 0.19 wait for the exchange's stream between their parts; those of 0.16
-        cannot.
+        """Let the shared experts wait for the stream of the exchange between the parts of their
+        work. Megatron-Core 0.16 has no such call, so nothing happens there.
         """
         if hasattr(self.shared_experts, "wait_current_stream"):
             self.shared_experts.wait_current_stream()
 
     def _open(self, hidden_states: Tensor, H: int) -> TrainingExchange:
-        """Find the exchange of all layers with these sizes. The first call makes it and is
-        collective.
+        """Find the exchange that all layers with these sizes share. The first call opens it and is
+        collective. `H` is the length of the experts' rows.
         """
         if self._exchange is not None:
             return self._exchange
@@ -256,10 +281,11 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
 
 
 class EpmoeMoELayer(MoELayer):
-    """Megatron's MoELayer, its tokens carried by epmoe. It takes the arguments of MoELayer.
+    """Megatron's MoELayer with epmoe's exchange. It takes the arguments of MoELayer.
 
-    Raises ValueError if `moe_token_dispatcher_type` is not "alltoall", whose checks of the other
-    settings hold here, or if the config has what epmoe does not do.
+    `moe_token_dispatcher_type` must be "alltoall", because Megatron's checks for that dispatcher
+    hold for epmoe, too. Raises ValueError otherwise, or if the config asks for something that epmoe
+    does not do.
     """
 
     token_dispatcher: EpmoeTokenDispatcher
@@ -276,21 +302,25 @@ class EpmoeMoELayer(MoELayer):
                 "training only"
             )
         super().__init__(config, *args, **kwargs)
-        # In place of the dispatcher that Megatron has made, with its groups.
-        theirs: MoETokenDispatcher = self.token_dispatcher
+        # Replace the dispatcher that Megatron has made, but keep its groups and shared experts.
+        replaced: MoETokenDispatcher = self.token_dispatcher
         groups = SimpleNamespace(
-            ep=theirs.ep_group, expt_tp=theirs.tp_group, tp_ep=theirs.tp_ep_group
+            ep=replaced.ep_group, expt_tp=replaced.tp_group, tp_ep=replaced.tp_ep_group
         )
         self.token_dispatcher = EpmoeTokenDispatcher(self.num_local_experts, config, groups)
-        if theirs.shared_experts is not None:
-            self.token_dispatcher.set_shared_experts(theirs.shared_experts)
+        if replaced.shared_experts is not None:
+            self.token_dispatcher.set_shared_experts(replaced.shared_experts)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """MoELayer's own, forward and backward collective. Raises the errors of the exchange."""
+        """Run the forward pass of Megatron's MoELayer. The forward and the backward pass are
+        collective. Raises the errors of the exchange.
+        """
         with self.token_dispatcher.taking_part(hidden_states):
             return super().forward(hidden_states, *args, **kwargs)
 
 
 def close() -> None:
-    """Release every `ExpertParallel` made here. Layers that have run are of no use then."""
+    """Release every `ExpertParallel` that this module has made. Layers that have run cannot run
+    again.
+    """
     _session.close()

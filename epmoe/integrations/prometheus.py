@@ -1,5 +1,5 @@
-"""Metrics of `ExpertParallel` objects for Prometheus: each scrape reads their health and stops no
-stream.
+"""Exports the health of `ExpertParallel` objects as metrics for Prometheus. A scrape reads the
+counters and does not stop the GPU's stream.
 
     from prometheus_client import REGISTRY, start_http_server
     from epmoe.integrations.prometheus import HealthCollector
@@ -7,7 +7,8 @@ stream.
     REGISTRY.register(HealthCollector(ep))
     start_http_server(9400 + ep.rank)
 
-Each rank exports its own counts, since each is a process. They need the extra `prometheus`.
+Each rank is a process, so each rank exports its own counts. This module needs the extra
+`prometheus`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from epmoe.group.errors import EPStateError
 from epmoe.service import ExpertParallel
 
 _Exchanges = ExpertParallel | Mapping[str, ExpertParallel]
+# What Prometheus shows for each counter of `Health`.
 _TEXTS = {
     "sanitised_rows": "Rows of logits in which route found NaN or Inf",
     "padded_rows": "Padded rows that route was given",
@@ -51,8 +53,8 @@ class HealthCollector(Collector):
 
     Args:
         exchanges: one `ExpertParallel`, which the label `exchange` calls "default"; or several by
-            their names; or a function that returns these at each scrape. One that is closed exports
-            nothing.
+            their names; or a function that returns either of these at each scrape. A closed
+            `ExpertParallel` exports nothing.
     """
 
     def __init__(self, exchanges: _Exchanges | Callable[[], _Exchanges]) -> None:
@@ -60,10 +62,10 @@ class HealthCollector(Collector):
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         """Make the metrics of one scrape. The registry calls this, on any thread."""
-        # One value for each exchange and rank.
+        # Metrics with one value for each exchange and rank.
         rounds = _counter("rounds", "Rounds of this rank")
         counters = {name: _counter(name, _TEXTS[name]) for name in COUNTERS}
-        # One for each other rank, expert or layer, too.
+        # Metrics with one value for each other rank, expert or layer.
         sent = _counter("rows_sent", "Rows sent to each rank", "to")
         tokens = _counter("tokens_per_expert", "Rows of each local expert", "expert")
         waited = _counter(
@@ -88,10 +90,11 @@ class HealthCollector(Collector):
                 labels = [name, str(ep.rank)]
             except EPStateError:  # it is closed
                 continue
-            # Totals, those of experts that move, then a value for each index.
+            # Add the totals of this rank.
             rounds.add_metric(labels, health.rounds)
             for counter, family in counters.items():
                 family.add_metric(labels, getattr(health, counter))
+            # Add what only experts that move have. Tags of layers begin with 1.
             rows_by_layer = dict[int, int]()
             if ep.live.can_move:
                 rows_by_layer = dict(enumerate(health.rows_by_layer, 1))
@@ -100,6 +103,7 @@ class HealthCollector(Collector):
                 stalled.add_metric(labels, ep.live.stalls)
                 waiting.add_metric(labels, ep.live.stalled_plans)
                 refused.add_metric(labels, health.refused_plans)
+            # Add a value for each rank, expert and layer.
             ranks = range(ep.size)
             experts = ep.placement.local_experts(ep.rank)
             _add_each(sent, labels, ranks, health.rows_sent)
@@ -124,7 +128,9 @@ def _add_each(
     names: Iterable[int],
     values: Iterable[float],
 ) -> None:
-    """A value for each name, which is the last label."""
+    """Add the values to a metric. `labels` are the labels that all values share; the name of a
+    value is its last label.
+    """
     for name, value in zip(names, values, strict=True):
         family.add_metric([*labels, str(name)], value)
 

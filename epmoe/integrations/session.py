@@ -1,10 +1,9 @@
-"""One `ExpertParallel` for all layers of a host framework that can share it.
+"""Shares one `ExpertParallel` between all layers of a host framework that can use the same one.
 
     shapes, settings ─ make_config ─▶ EPConfig ─ Session.share ─▶ ExpertParallel
 
-There is one `ExpertParallel` for a group and these shapes.
-
-Layers number themselves by `ExpertParallel.new_tag`, in the order in which the framework makes or
+Layers share an `ExpertParallel` if they have the same shapes, group and device. Each layer takes a
+tag of its own by `ExpertParallel.new_tag`, in the order in which the framework makes the layers or
 first calls them.
 """
 
@@ -20,8 +19,8 @@ from epmoe.config.config import ConfigError, EPConfig
 from epmoe.native.arguments import dtype_name
 
 TRAINING_DEADLINES: dict[str, Any] = {"warmup_timeout_s": 1800.0, "timeout_s": 600.0}
-"""As long as a collective of NCCL waits. A rank may write a checkpoint meanwhile, or compile in its
-first step.
+"""Deadlines of rounds in training, in seconds. They are as long as a collective of NCCL waits,
+because a rank may write a checkpoint while the others wait, or compile in its first step.
 """
 
 
@@ -34,11 +33,12 @@ def make_config(
     sections: dict[str, dict[str, Any]],
     from_environment: bool = False,
 ) -> EPConfig:
-    """Make the configuration of layers with these shapes, by sections of `EPConfig`. Raises
-    ConfigError, which names the key.
+    """Make the configuration of layers with these shapes.
 
-    `num_experts` are physical experts where the framework makes copies itself, otherwise logical
-    experts. `from_environment`: variables `EPMOE_<SECTION>__<KEY>` override keys.
+    `sections` has further keys of `EPConfig`, by section. `num_experts` counts physical experts
+    where the framework makes copies of experts itself, otherwise logical experts. With
+    `from_environment`, environment variables `EPMOE_<SECTION>__<KEY>` override all keys. Raises
+    ConfigError, which names the wrong key.
     """
     model = {
         "num_experts": num_experts,
@@ -68,7 +68,11 @@ Entry = TypeVar("Entry", bound=Shared)
 
 
 class Session(Generic[Entry]):
-    """The entries of one host framework in this process, by group, device and shapes."""
+    """Everything that the layers of one host framework share in this process.
+
+    An entry is an `ExpertParallel` or an object around one. Entries are found by group, device and
+    shapes.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[Hashable, Entry] = {}
@@ -80,13 +84,14 @@ class Session(Generic[Entry]):
         device: torch.device,
         make: Callable[[int], Entry],
     ) -> Entry:
-        """Find the entry of this group and these shapes. The first call makes it and is collective.
+        """Find the entry of this group, device and these shapes. The first call makes the entry by
+        `make` and is collective.
 
-        `shapes` are all that layers must have in common. `group` is the world by default; groups of
-        the same ranks are one. `make` takes the number of ranks. Raises RuntimeError if the first
-        call is captured into a CUDA graph.
+        `shapes` holds everything that layers must have in common to share an entry. `group` is the
+        world by default, and two groups of the same ranks count as one. `make` gets the number of
+        ranks. Raises RuntimeError if the first call is captured into a CUDA graph.
         """
-        # Layers with these in common share an entry.
+        # Layers whose keys are equal share an entry. Without torch.distributed there is one rank.
         ranks = tuple(dist.get_process_group_ranks(group)) if dist.is_initialized() else (0,)
         key = (shapes, ranks, device)
         if key not in self._entries:
@@ -94,12 +99,15 @@ class Session(Generic[Entry]):
                 raise RuntimeError(
                     "call the model once before the capture: the first call makes the windows"
                 )
-            # Frameworks make models under another default device.
+            # Frameworks make models with a GPU or "meta" as the default device. What `make`
+            # creates without naming a device belongs to the CPU.
             with torch.device("cpu"):
                 self._entries[key] = make(len(ranks))
         return self._entries[key]
 
     def entries(self) -> tuple[Entry, ...]:
+        """All entries, the oldest first."""
+        """All entries, the oldest first."""
         return tuple(self._entries.values())
 
     def poll(self) -> None:
@@ -115,4 +123,5 @@ class Session(Generic[Entry]):
     def close(self) -> None:
         """Release every entry; later calls of `share` make new ones."""
         while self._entries:
-            self._entries.popitem()[1].close()
+            _, entry = self._entries.popitem()
+            entry.close()

@@ -1,14 +1,15 @@
-"""torchtitan's MoE layers with epmoe's exchange: chosen by `--override.imports`, trained, compiled
-and captured.
+"""Puts epmoe's exchange into torchtitan's MoE layers. They can be trained, compiled and captured
+into CUDA graphs.
 
     --override.imports epmoe.integrations.torchtitan.dispatcher
     --override.imports epmoe.integrations.torchtitan.selective_ac
 
-The second is for selective activation checkpointing.
+The first option chooses the exchange. The second one is needed with selective activation
+checkpointing.
 
-The model is built for the "hybridep" backend, whose config torchtitan fills with the sizes that
-windows need, and whose `non_blocking_capacity_factor` stands for a dispatch without CPU
-synchronisation, which CUDA graphs ask for.
+The model must be built for torchtitan's "hybridep" backend. torchtitan fills the config of that
+backend with the sizes that epmoe's windows need. Its field `non_blocking_capacity_factor` asks for
+a dispatch without CPU synchronisation, as CUDA graphs need it.
 """
 
 from __future__ import annotations
@@ -31,28 +32,33 @@ from epmoe.integrations.session import TRAINING_DEADLINES, make_config
 from epmoe.service import ExpertParallel
 from epmoe.training import Routed, TrainingExchange
 
-# Layers with the same key share windows.
+# Layers with the same ranks and the same configuration share an exchange and its windows. The
+# layers own the exchange: it is freed with the last of them.
 _exchanges: WeakValueDictionary[tuple[object, ...], TrainingExchange] = WeakValueDictionary()
 
 
 class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
-    """Dispatch and combine of torchtitan's routed experts. Scores apply in combine, in fp32.
+    """Dispatches the tokens of torchtitan's routed experts and combines their outputs. The scores
+    are applied in combine, in fp32.
 
-    Raises ValueError if a size is missing, or the experts do not divide by the ranks.
+    Raises ValueError if a size is missing, or if the number of experts is no multiple of the number
+    of ranks.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(HybridEPTokenDispatcher.Config):
         """The fields of HybridEP's config, and `dtype`.
 
-        With a `non_blocking_capacity_factor` of None, as many rows arrive as there are, and the
-        host waits for their number. A number is a share of the most rows that can arrive; more
-        raise an `EPOverflowError`. Every expert's rows begin at a multiple of `pad_multiple`,
-        padded with zeros. `dtype` is the widest of the tokens.
+        `non_blocking_capacity_factor` decides how many rows dispatch returns. With None, dispatch
+        returns the rows that arrived, and the host waits for their number. A number is a share of
+        the most rows that can arrive: dispatch always returns that many rows, and a round with more
+        rows raises an `EPOverflowError`. The rows of every expert begin at a multiple of
+        `pad_multiple`, and the rows between two experts are zeros. `dtype` is the widest dtype in
+        which tokens come.
         """
 
         dtype: str | None = None
-        """by default bfloat16 on GPUs and float32 on CPUs"""
+        """the name of a dtype of torch; by default bfloat16 on GPUs and float32 on CPUs"""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -65,8 +71,9 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
             )
 
     def wire_meshes(self, *, ep_mesh: DeviceMesh | None) -> None:
-        """Open the windows of the mesh. Collective. Raises ValueError without expert
-        parallelism.
+        """Take the mesh of the ranks and open the windows over it, by `init_buffer`. Collective.
+
+        torchtitan calls this once for each layer. Raises ValueError without expert parallelism.
         """
         if ep_mesh is None:
             raise ValueError(
@@ -76,13 +83,16 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
         super().wire_meshes(ep_mesh=ep_mesh)
 
     def init_buffer(self) -> None:
-        """Open the windows, or take those of an earlier layer of the same sizes."""
+        """Find the exchange of earlier layers with the same sizes, or open a new one. Collective.
+
+        torchtitan's own `wire_meshes` calls this. It sets `exchange` and the `tag` of this layer.
+        """
         config = self.config
         mesh = self.ep_mesh
         assert mesh is not None and config.hidden_dim is not None
         if self.num_experts % mesh.size():
             raise ValueError(f"{self.num_experts} experts must divide by {mesh.size()} ranks")
-        # Make the configuration. Layers with equal ones share windows.
+        # Make the configuration. Layers whose configurations are equal share windows.
         is_on_gpus = mesh.device_type == "cuda"
         dtype = config.dtype or ("bfloat16" if is_on_gpus else "float32")
         sections: dict[str, dict[str, Any]] = {
@@ -92,20 +102,21 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
             },
             "exchange": TRAINING_DEADLINES,
         }
-        made = make_config(
-            self.num_experts,
-            self.top_k,
-            config.hidden_dim,
-            getattr(torch, dtype),
-            mesh.size(),
-            sections,
+        ep_config = make_config(
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            hidden_size=config.hidden_dim,
+            dtype=getattr(torch, dtype),
+            ep_size=mesh.size(),
+            sections=sections,
             from_environment=True,
         )
+        # Use the exchange of an earlier layer, or open one. Then take a tag for this layer.
         ranks = dist.get_process_group_ranks(mesh.get_group())
-        key = (*ranks, repr(made))
+        key = (*ranks, repr(ep_config))
         exchange = _exchanges.get(key)
         if exchange is None:
-            exchange = _open(made, ranks, is_on_gpus)
+            exchange = _open_exchange(ep_config, ranks, is_on_gpus)
             _exchanges[key] = exchange
         self.exchange = exchange
         self.tag = exchange.ep.new_tag()
@@ -117,11 +128,13 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
         topk_expert_ids_TK: Tensor,
         num_local_tokens_per_expert_E: Tensor,
     ) -> tuple[Tensor, Tensor, Routed]:
-        """Send tokens [T, D] with their scores and ids [T, K] to the ranks of their experts.
-        Collective.
+        """Send each token of x_TD to the ranks of its experts. Collective.
 
-        Returns rows [N, D] by local expert, int32 [e] their numbers, padding included, and the
-        state for `combine`. `num_local_tokens_per_expert_E` is not needed.
+        x_TD holds T tokens of D values. The scores and ids [T, K] say which K experts a token has,
+        and with which weights. Returns three things: the rows [N, D] that arrived, sorted by local
+        expert; the number of rows of each of the e local experts, int32 [e], padding included; and
+        the state for `combine`. torchtitan also passes `num_local_tokens_per_expert_E`, which epmoe
+        does not need, because its kernels count the tokens themselves.
         """
         routed = self.exchange.dispatch(
             x_TD, topk_expert_ids_TK, topk_scores_TK, num_rows=self._num_rows, tag=self.tag
@@ -129,31 +142,39 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
         return routed.rows, routed.expert_offsets.diff(), routed
 
     def combine(self, routed_output_RD: Tensor, metadata: object, x_TD: Tensor) -> Tensor:
-        """The sums of the experts' outputs, weighted by scores, [T, D]. Collective."""
+        """Send the experts' outputs [N, D] back, and add them up with their scores. Collective.
+
+        Returns the weighted sums [T, D]. `metadata` is the state that `dispatch` has returned.
+        torchtitan also passes the tokens `x_TD`, which epmoe does not need.
+        """
         assert isinstance(metadata, Routed)
         return self.exchange.combine(routed_output_RD, metadata)
 
     @property
     def _num_rows(self) -> int | Literal["exact"]:
-        """How many rows dispatch returns."""
+        """How many rows dispatch returns: a fixed number, or "exact" for the rows that arrive."""
         factor = self.config.non_blocking_capacity_factor
         sizes = self.exchange.ep.memory_plan().sizes
         if factor is None:
             return "exact"
-        # A share of all pairs that can arrive, and all gaps, in whole steps.
-        most = sizes["R"] * sizes["M"] * min(sizes["K"], sizes["num_local_experts"])
+        # At most, each of M tokens of each of R ranks comes with all of its K experts, or with all
+        # experts of this rank where it has fewer.
+        max_pairs = sizes["R"] * sizes["M"] * min(sizes["K"], sizes["num_local_experts"])
+        # Add the largest gap in front of each expert, and round up to a multiple of the step.
         step = self.config.pad_multiple or 1
-        gaps = sizes["num_local_experts"] * (step - 1)
-        return -(-(int(most * factor) + gaps) // step) * step
+        gap_rows = sizes["num_local_experts"] * (step - 1)
+        num_rows = int(max_pairs * factor) + gap_rows
+        return -(-num_rows // step) * step
 
 
-def _open(config: EPConfig, ranks: list[int], is_on_gpus: bool) -> TrainingExchange:
-    """The windows of these ranks. Collective."""
+def _open_exchange(config: EPConfig, ranks: list[int], is_on_gpus: bool) -> TrainingExchange:
+    """Open an exchange over these global ranks. Collective."""
+    # The exchange needs a CPU backend, which torchtitan's group may lack.
     group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     device = torch.device("cpu")
     if is_on_gpus:
         device = torch.device("cuda", torch.cuda.current_device())
-    # torchtitan builds models on the meta device.
+    # torchtitan builds models with "meta" as the default device; the exchange needs real memory.
     with device:
         return TrainingExchange(ExpertParallel(config, group, device))
 
@@ -164,20 +185,23 @@ def _open(config: EPConfig, ranks: list[int], is_on_gpus: bool) -> TrainingExcha
 def dispatcher(
     cfg: HybridEPTokenDispatcher.Config, **options: object
 ) -> EpmoeTokenDispatcher.Config:
-    """Take epmoe's exchange; `options` are fields of `EpmoeTokenDispatcher.Config`."""
+    """Choose epmoe's exchange. `options` are fields of `EpmoeTokenDispatcher.Config`."""
     return derive(cfg, EpmoeTokenDispatcher.Config, **options)
 
 
 class EpmoeSelectiveAC(SelectiveAC):
-    """torchtitan's selective checkpointing, which also keeps what dispatch and combine returned."""
+    """torchtitan's selective checkpointing. It also keeps the results of dispatch and combine, so
+    that the backward pass does not run their rounds again.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):
         """torchtitan's own fields."""
 
     def get_save_ops(self) -> set[object]:
-        """torchtitan's, and both operators of the exchange: saved together, they leave no round
-        half computed.
+        """The operators whose results are kept: torchtitan's, and dispatch and combine.
+
+        Both are kept together, because recomputing only one of them would leave a round half done.
         """
         return super().get_save_ops() | {
             torch.ops.epmoe.train_dispatch.default,
@@ -187,5 +211,5 @@ class EpmoeSelectiveAC(SelectiveAC):
 
 @override(target=SelectiveAC.Config, description="keeps the rounds of epmoe's exchange")
 def selective_ac(cfg: SelectiveAC.Config) -> EpmoeSelectiveAC.Config:
-    """Take `EpmoeSelectiveAC`."""
+    """Choose `EpmoeSelectiveAC` for selective activation checkpointing."""
     return derive(cfg, EpmoeSelectiveAC.Config)

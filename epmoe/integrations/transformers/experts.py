@@ -1,13 +1,11 @@
-"""A module's experts over the rows of a round: epmoe's experts stage in the memory of the module's
-parameters.
+"""Computes a module's experts over the rows of a round, with epmoe's GEMMs on the module's own
+parameters. The experts may have gradients.
 
     can_group ─ parameters_of ─▶ parameters ─ computation ─▶ experts(rows of a round)
 
-The experts have gradients, or none.
-
-It computes what the module's own `grouped_mm` does. That one sorts pairs of tokens and experts;
-here the rows are sorted already, and `expert_offsets` say where each expert's segment starts. On
-Hopper nothing looks at the host where the weights are bf16 or fp8.
+The results are those of the module's own `grouped_mm`. That function first sorts pairs of a token
+and an expert. Here the rows are sorted already, and `expert_offsets` says where the segment of each
+expert starts. On Hopper the host waits for no kernel where the weights are bf16 or fp8.
 """
 
 from __future__ import annotations
@@ -29,8 +27,9 @@ from epmoe.local.stage import Stage, without_autocast
 from epmoe.native.arguments import FLOATS, wants_gradients
 
 _SILU = Gating(interleaved=False, limit=math.inf, alpha=1.0, up_offset=0.0)
+# transformers' own `experts_implementation`s, which all compute what epmoe's GEMMs compute.
 _SAME_RESULT = (None, "eager", "grouped_mm", "batched_mm")
-# The stage of each module, with what it depends on.
+# The stage of each module, behind the layout of the weights that it was chosen for.
 _stages: WeakKeyDictionary[Any, tuple[list[object], Stage]] = WeakKeyDictionary()
 
 
@@ -47,8 +46,8 @@ def can_group(experts: Any) -> bool:
 
 
 def parameters_of(experts: Any) -> list[Tensor]:
-    """The parameters that `computation` takes: the up and down projections, and scales or biases if
-    there are any.
+    """List the parameters of a module that `computation` takes, in this order: the up projection,
+    the down projection, then the two scales or the two biases, if there are any.
     """
     if fp8.is_quantized(experts) and experts.has_gate:
         return [getattr(experts, name) for name in fp8.PARAMETERS]
@@ -60,11 +59,12 @@ def parameters_of(experts: Any) -> list[Tensor]:
 
 
 def trains(experts: Any, parameters: list[Tensor], x: Tensor, weights: Tensor) -> bool:
-    """Whether autograd wants a backward pass. Ranks agree on it, since they run the same model.
+    """Whether a call needs a backward pass. All ranks get the same answer, because they run the
+    same model.
 
-    `parameters` are those that the call takes of the module: a parametrization, such as PEFT's,
-    makes tensors that require grad of frozen parameters. Raises RuntimeError if the module is
-    quantized.
+    `parameters` is the list of `parameters_of`. Its tensors may require gradients where the
+    module's own parameters are frozen: a parametrization, such as PEFT's, computes them from other
+    parameters. Raises RuntimeError if a quantized module would need gradients.
     """
     if not wants_gradients(chain((x, weights), parameters, experts.parameters())):
         return False
@@ -80,63 +80,77 @@ def trains(experts: Any, parameters: list[Tensor], x: Tensor, weights: Tensor) -
 def computation(
     experts: Any, parameters: list[Tensor], held: slice, trains: bool = False
 ) -> Computation:
-    """Make the function that computes the experts `held` of a module over rows of a round, with
-    gradients if it `trains`.
+    """Make the function that computes a module's experts over the rows of a round.
 
-    The module's class has transformers' decorator `use_experts_implementation`, and `parameters`
-    are those of `parameters_of`. A rank without rows stays in the graph: its parameters get
-    gradients of 0, for which FSDP and DDP wait. Outputs of rows past the last segment are
-    undefined. Raises ValueError for a module that is quantized in a way that epmoe does not take,
-    and RuntimeError in a capture of a CUDA graph for which the experts would wait for the host.
+    `held` is the slice of experts that this rank has, and `trains` says whether the outputs need
+    gradients. The class of the module `experts` has transformers' decorator
+    `use_experts_implementation`, and `parameters` is the list of `parameters_of`. On a rank without
+    rows the parameters still get gradients, of 0, because FSDP and DDP wait for them. Outputs of
+    rows behind the last segment are undefined.
+
+    Raises ValueError for a module that is quantized in a way that epmoe does not take. Raises
+    RuntimeError in a capture of a CUDA graph if the experts would have to wait on the host.
     """
-    # The weights of this rank's experts, as `GroupedExperts` have them.
+    # Take the weights of this rank's experts. Behind the two projections come scales or biases.
     local = [part.to_local() if isinstance(part, DTensor) else part for part in parameters]
-    up, down, *others = [part[held] for part in local]
+    up, down, *scales_or_biases = [part[held] for part in local]
     if experts.is_transposed:
         up = up.transpose(1, 2)
         down = down.transpose(1, 2)
+    # Choose the GEMMs. The gating is None where the module has another function between the two
+    # products: `_compute_by_parts` calls that function itself.
     gating = _gating(experts)
-    stage = _stage(experts, up, down, gating is None)
+    stage = _stage(experts, up, down, has_own_function=gating is None)
     stage.refuse_capture(down, trains=trains)
+    # Put the weights together, as the stage takes them.
     weights = Weights(up, down, None, None, None, None, gating or _SILU)
     if experts.has_bias:
-        weights = weights._replace(gate_up_bias=others[0], down_bias=others[1])
-    elif others:
-        up_scales, down_scales = others
+        up_bias, down_bias = scales_or_biases
+        weights = weights._replace(gate_up_bias=up_bias, down_bias=down_bias)
+    elif scales_or_biases:
+        up_scales, down_scales = scales_or_biases
         up_scales = fp8.by_block(up_scales, up)
         down_scales = fp8.by_block(down_scales, down)
         weights = weights._replace(gate_up_scales=up_scales, down_scales=down_scales)
-    # Blocks of rows are for the GEMMs of serving.
+    # Only the GEMMs of serving need segments that start at whole blocks of rows.
     aligned = not trains and stage.alignment > 1
 
-    of_rank = _ExpertsOfRank(experts, weights, stage, gating is not None, trains)
-    return Computation(of_rank.compute, aligned, trains)
+    local_experts = _LocalExperts(
+        experts, weights, stage, is_swiglu=gating is not None, trains=trains
+    )
+    return Computation(local_experts.compute, aligned=aligned, trains=trains)
 
 
-class _ExpertsOfRank(NamedTuple):
-    """The experts of a module that this rank holds, in one call."""
+class _LocalExperts(NamedTuple):
+    """The experts of a module that this rank holds, with their weights for one call."""
 
     experts: Any
     """the module"""
     weights: Weights
     stage: Stage
     is_swiglu: bool
-    """otherwise the module has a function of its own between the products"""
+    """whether a SwiGLU stands between the two products; otherwise the module has a function of its
+    own there
+    """
     trains: bool
 
     def compute(self, arrived: Arrived) -> Tensor:
-        """Rows of a round → outputs."""
+        """Compute the experts' outputs for the rows of a round, in the dtype that `arrived` asks
+        for.
+        """
         weights = self.weights
         segments = arrived.segments
         if not self.is_swiglu:
             rows = arrived.plain()
-            out = _by_parts(self.experts, weights, rows, segments.offsets, self.stage.trained)
+            out = _compute_by_parts(
+                self.experts, weights, rows, segments.offsets, self.stage.trained
+            )
         elif self.trains:
             out = self.stage.train(weights, arrived.rows.to(weights.dtype), None, segments)
         elif arrived.scales is None:
             out = self.stage.serve(weights, arrived.rows.to(weights.dtype), None, segments)
         else:
-            # fp8 rows stay as they are.
+            # The GEMM takes fp8 rows with their scales as they are.
             out = self.stage.serve(weights, arrived.rows, arrived.scales, segments)
         if getattr(self.experts, "has_post_expert_norm", False):
             out = self.experts.post_expert_norm(out)
@@ -144,22 +158,28 @@ class _ExpertsOfRank(NamedTuple):
 
 
 def _gating(experts: Any) -> Gating | None:
-    """The SwiGLU between the two products of a module; None if it has another function."""
+    """The parameters of the SwiGLU between the two products of a module, or None if the module
+    has another function there.
+    """
     if not experts.has_gate:
         return None
     if fp8.is_quantized(experts):
         return fp8.gating(experts)
+    # A module has transformers' default gate, gpt-oss's gate, or a gate that epmoe does not know.
     gate = getattr(experts._apply_gate, "__func__", None)
     if gate is moe._default_apply_gate and type(experts.act_fn).__name__ in fp8.SILU:
         return _SILU
     if getattr(gate, "__qualname__", "") == "GptOssExperts._apply_gate":
-        return Gating(True, experts.limit, experts.alpha, up_offset=1.0)
+        return Gating(interleaved=True, limit=experts.limit, alpha=experts.alpha, up_offset=1.0)
     return None
 
 
-def _by_parts(experts: Any, weights: Weights, rows: Tensor, offsets: Tensor, gemm: str) -> Tensor:
-    """Compute outputs [N, D] so that autograd records the module's own function between the
-    products.
+def _compute_by_parts(
+    experts: Any, weights: Weights, rows: Tensor, offsets: Tensor, gemm: str
+) -> Tensor:
+    """Compute the outputs [N, D] as two products with the module's own function between them.
+
+    Autograd records each of the three parts. `gemm` names the GEMM of both products.
     """
 
     def product(rows: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
@@ -174,16 +194,19 @@ def _by_parts(experts: Any, weights: Weights, rows: Tensor, offsets: Tensor, gem
         return product(hidden, weights.down, weights.down_bias)
 
 
-def _stage(experts: Any, up: Tensor, down: Tensor, has_function: bool) -> Stage:
-    """Find the GEMMs for a module's weights, which may move from call to call, as FSDP moves them.
+def _stage(experts: Any, up: Tensor, down: Tensor, has_own_function: bool) -> Stage:
+    """Find the GEMMs for the weights of a module, and keep them until the weights' layout changes.
 
-    Calls without gradients take that of calls with gradients in training mode, since reentrant
-    checkpointing makes both and needs the same bits; and where the module has a function of its own
-    between the products.
+    The weights may lie elsewhere in each call, as FSDP moves them. `has_own_function` says whether
+    the module has a function of its own between the two products.
     """
-    same_bits = has_function or experts.training and not fp8.is_quantized(experts)
-    # The choice of a GEMM depends on these.
-    layout: list[object] = [same_bits]
+    # The GEMM of training also serves in two cases. In training mode, reentrant checkpointing runs
+    # the same pass without and with gradients, and needs the same bits from both. A function of the
+    # module's own runs between two products, which only the GEMM of training offers separately.
+    can_train = experts.training and not fp8.is_quantized(experts)
+    only_training_gemm = has_own_function or can_train
+    # The choice of a GEMM depends on the layout of the weights.
+    layout: list[object] = [only_training_gemm]
     for weight in (up, down):
         place = (weight.device, weight.stride(), weight.data_ptr() % 16)
         layout.append((weight.dtype, weight.shape, *place))
@@ -192,7 +215,7 @@ def _stage(experts: Any, up: Tensor, down: Tensor, has_function: bool) -> Stage:
         if fp8.is_quantized(experts):
             fp8.check(experts)
         stage = Stage.choose("auto", up.detach(), down.detach())
-        if same_bits:
+        if only_training_gemm:
             stage = stage._replace(gemms=(stage.trained,), alignment=1)
         known = (layout, stage)
         _stages[experts] = known

@@ -19,13 +19,14 @@ from epmoe.integrations.transformers.settings import share
 def experts_forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Compute the weighted outputs [T, D] of this rank's tokens [T, D], given expert ids and
-    weights [T, K].
+    """Compute the weighted sums [T, D] of the experts' outputs for this rank's tokens. Collective.
 
-    The group is that of `configure(group=…)`, by default the world. A single process is a group of
-    one.
+    transformers calls this as the forward of a module of experts, `self`. `hidden_states` [T, D]
+    are the T tokens of this rank. `top_k_index` and `top_k_weights` [T, K] are the ids of the K
+    experts of each token, and their weights. The group is that of `configure(group=…)`, by default
+    the world. A single process is a group of one.
     """
-    # Newer transformers than 5.17 say so.
+    # transformers after 5.17 marks modules whose experts it has spread over ranks itself.
     if getattr(self, "_is_expert_parallel", False):
         raise ValueError(
             '`experts_implementation="epmoe"` must be left out where the experts are already '
@@ -40,17 +41,22 @@ def experts_forward(
 def _forward(
     module: Any, parameters: list[Tensor], x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
+    """Run the experts of `module` over all ranks. Each rank has the weights of all experts, and
+    computes the share that belongs to it. `parameters` is the list of `parameters_of`.
+    """
     layers = share(x_TD, ids_TK, module.num_experts)
     trains = experts.trains(module, parameters, x_TD, weights_TK)
     if layers.static and not trains:
         allow_in_graphs(module, _forward)
-    ours = experts.computation(module, parameters, layers.held, trains)
-    return layers.run(x_TD, ids_TK, weights_TK, ours, layers.tag_of(module))
+    local_experts = experts.computation(module, parameters, layers.held, trains)
+    return layers.run(x_TD, ids_TK, weights_TK, local_experts, layers.tag_of(module))
 
 
 def warn_where_ignored() -> None:
-    """Make transformers warn of models whose code never looks at `experts_implementation`, such as
-    Llama 4.
+    """Make transformers warn of models for which `experts_implementation="epmoe"` does nothing.
+
+    The code of such a model, as that of Llama 4, calls its experts itself. This function replaces
+    the method of transformers that chooses the implementation, once, when the package is imported.
     """
     check = PreTrainedModel.get_correct_experts_implementation
 

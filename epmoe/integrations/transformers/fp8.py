@@ -1,4 +1,4 @@
-"""transformers' fp8 experts (`FP8Experts`): which of them epmoe takes, their gate and
+"""Reads transformers' experts in fp8 (`FP8Experts`): whether epmoe takes them, their gate, and
 their scales.
 """
 
@@ -25,8 +25,8 @@ def is_quantized(experts: Any) -> bool:
 
 
 def check(experts: Any) -> None:
-    """Raise ValueError unless epmoe takes the quantized module. The message names what it does not
-    take.
+    """Raise ValueError unless epmoe takes the quantized module `experts`. The message names the
+    property that epmoe does not take.
     """
     problem = _problem(experts)
     if problem:
@@ -41,42 +41,47 @@ def check(experts: Any) -> None:
 
 
 def gating(experts: Any) -> Gating:
-    """The SwiGLU of a quantized module that `check` takes."""
+    """The parameters of the SwiGLU of a quantized module, which `check` has accepted."""
     limit = experts.swiglu_limit
     if limit is None:
         limit = math.inf
-    # With an alpha it is the activation of gpt-oss, which adds 1 to up.
+    # A module with an alpha has the activation of gpt-oss, which adds 1 to the up projection.
     if experts.swiglu_alpha is None:
-        return Gating(False, limit, alpha=1.0, up_offset=0.0)
-    return Gating(False, limit, experts.swiglu_alpha, up_offset=1.0)
+        return Gating(interleaved=False, limit=limit, alpha=1.0, up_offset=0.0)
+    return Gating(interleaved=False, limit=limit, alpha=experts.swiglu_alpha, up_offset=1.0)
 
 
 def by_block(scales: Tensor, weight: Tensor) -> Tensor:
-    """Make scales of blocks of a weight [e, n, k], fp32 [e, a, b]. They are `scales` themselves if
-    these fit. Powers of two, and scales [e, 2, 1] or [e, 1, 1] of a complete weight, of gate and
-    up, or of down, are copied.
+    """Return one fp32 scale for each block of `weight` [e, n, k], as [e, a, b]: the shape that
+    epmoe's GEMMs take.
+
+    fp32 scales of blocks are returned as they are. Scales in another dtype (powers of two) are
+    converted. Scales of whole weights are repeated for each block: [e, 2, 1] has one scale for gate
+    and one for up, [e, 1, 1] has one scale for down.
     """
-    shape = _scales_for(weight)
+    shape = _block_scales_shape(weight)
     values = scales.detach().float()
     if list(values.shape) == shape:
         return values
-    # One of a weight goes to each of its blocks.
+    # Repeat the scale of a whole weight for each of its blocks.
     rows = values.repeat_interleave(shape[1] // values.shape[1], 1)
     return rows.expand(*shape).contiguous()
 
 
-def _scales_for(weight: Tensor) -> list[int]:
-    """The shape of the scales of blocks."""
+def _block_scales_shape(weight: Tensor) -> list[int]:
+    """The shape of the scales of all blocks of `weight` [e, n, k]."""
     return list(FP8_BLOCKS.scales_shape(*weight.shape))
 
 
 def _problem(experts: Any) -> str | None:
-    """Say what epmoe does not take of a quantized module; None: it takes it."""
+    """Name the property of a quantized module that epmoe does not take, or return None if epmoe
+    takes the module.
+    """
     weights = experts.down_proj
     block = experts.block_size
     F = weights.shape[-1]
     scales = experts.down_proj_scale_inv.dtype
-    # Dtypes and blocks.
+    # Check dtypes and blocks.
     if experts.activation_scheme != "dynamic":
         return f"activation scales of the kind {experts.activation_scheme!r}"
     if weights.dtype != FP8:
@@ -85,7 +90,7 @@ def _problem(experts: Any) -> str | None:
         return f"blocks of {' × '.join(map(str, block))}"
     if scales not in (torch.float32, torch.float8_e8m0fnu):
         return f"scales in {dtype_name(scales)}"
-    # The function of the experts.
+    # Check the function that the experts compute.
     if not experts.has_gate:
         return "no gate"
     if experts.has_bias:
@@ -96,7 +101,7 @@ def _problem(experts: Any) -> str | None:
         return "a soft cap on the gate"
     if experts.swiglu_alpha is None and type(experts.act_fn).__name__ not in SILU:
         return f"the activation {type(experts.act_fn).__name__}"
-    # Shapes.
+    # Check shapes. A block must not have rows of both gate and up, which have different scales.
     if block is None and F % _BLOCK[0]:
         return f"F={F} and one scale for each of gate and up, whose rows share a block"
     up = experts.gate_up_proj
@@ -104,6 +109,6 @@ def _problem(experts: Any) -> str | None:
     if block is None:
         wanted = [[len(up), 2, 1], [len(down), 1, 1]]
     else:
-        wanted = [_scales_for(up), _scales_for(down)]
+        wanted = [_block_scales_shape(up), _block_scales_shape(down)]
     got = [list(experts.gate_up_proj_scale_inv.shape), list(experts.down_proj_scale_inv.shape)]
     return None if got == wanted else f"scales of {got} in place of {wanted}"

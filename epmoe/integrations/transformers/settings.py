@@ -1,5 +1,5 @@
-"""The settings of a user of transformers, and the exchanges that the layers of models share by
-them.
+"""Keeps the settings that a user of transformers has made by `configure`, and the exchanges that
+the layers of models share.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from epmoe.integrations.transformers.graphs import release_graphs
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `configure`."""
+    """The arguments of all calls of `configure` so far."""
 
     group: dist.ProcessGroup | None = None
     static: bool = False
     clock: Callable[[], float] = time.perf_counter
     keys: dict[str, Any] = field(default_factory=dict)
+    """keys of `EPConfig` and their values, without their sections"""
 
     def config(
         self, num_experts: int, top_k: int, hidden_size: int, dtype: torch.dtype, ep_size: int
@@ -39,7 +40,9 @@ class Settings:
 
 
 def _section_of(key: str) -> str:
-    """The section of `EPConfig` that has a key of `configure`, or refuses it."""
+    """The section of `EPConfig` to which a key of `configure` belongs. An unknown key goes to
+    `capacity`, which refuses it by name.
+    """
     if key in ExchangeConfig.model_fields:
         return "exchange"
     if key == "ranks_per_node":
@@ -68,11 +71,12 @@ def configure(
         group: the expert-parallel group of layers whose framework names no group; the world by
             default.
         static: with True, a rank brings at most `max_num_tokens_per_rank` tokens to a call, and a
-            longer batch is a ValueError before anything is sent. Then ranks agree on nothing and
-            the host waits for no kernel, so that a forward pass can be compiled and captured into a
-            CUDA graph. The first pass, which makes the windows, must be neither. False is the
-            default.
-        clock: gives seconds, for `SharedExpertParallel.seconds`; `time.perf_counter` by default.
+            longer batch is a ValueError before anything is sent. The ranks then need not agree on
+            the number of rounds, and the host waits for no kernel, so that a forward pass can be
+            compiled and captured into a CUDA graph. The first pass makes the windows, and must be
+            neither compiled nor captured. False is the default.
+        clock: a function that returns seconds, for `SharedExpertParallel.seconds`;
+            `time.perf_counter` by default.
         settings: keys of the `capacity` and `exchange` sections of `EPConfig`, above all
             `max_num_tokens_per_rank` (longer batches take several rounds, unless `static`) and
             `timeout_s`; and `ranks_per_node` of `topology`, where the group spans machines.
@@ -86,32 +90,34 @@ def configure(
     if static is None:
         static = _settings.static
     changed = Settings(
-        group or _settings.group,
-        static,
-        clock or _settings.clock,
+        group=group or _settings.group,
+        static=static,
+        clock=clock or _settings.clock,
         keys={**_settings.keys, **settings},
     )
-    # Wrong keys and values raise here, before anything is closed.
-    changed.config(1, 1, 128, torch.float32, 1)
+    # Wrong keys and values raise here, before anything is closed. The shapes of the layers are not
+    # known yet, so the smallest ones stand in for them.
+    changed.config(num_experts=1, top_k=1, hidden_size=128, dtype=torch.float32, ep_size=1)
     close()
     _settings = changed
 
 
 def close() -> None:
-    """Release every `ExpertParallel` made here; a later call makes new ones.
+    """Release every `ExpertParallel` that layers share; their next calls make new ones.
 
-    Compiled models notice. CUDA graphs that were captured by hand must not be replayed any more.
+    Compiled models go on with the new ones. CUDA graphs that the user has captured must not be
+    replayed any more.
     """
     release_graphs()
     _session.close()
 
 
 def poll() -> None:
-    """`ExpertParallel.poll` of every `ExpertParallel` in use: raises what kernels have reported so
-    far, never waits.
+    """Raise what kernels have reported so far, by `ExpertParallel.poll` of every `ExpertParallel`
+    in use. It never waits.
 
-    A replay of a CUDA graph is no call and raises nothing, so poll once in each step, as a
-    `BaseStreamer` of transformers' generate can.
+    A replay of a CUDA graph raises nothing by itself. Whoever replays graphs calls `poll` once in
+    each step, for example from a `BaseStreamer` of transformers' `generate`.
     """
     _session.poll()
 
@@ -124,8 +130,10 @@ def shared() -> tuple[SharedExpertParallel, ...]:
 def share(
     x_TD: Tensor, ids_TK: Tensor, num_experts: int, group: dist.ProcessGroup | None = None
 ) -> SharedExpertParallel:
-    """Find the `SharedExpertParallel` of these shapes and this group, by default that of
-    `configure`: `Session.share`.
+    """Find the `SharedExpertParallel` for layers with these shapes, by `Session.share`.
+
+    x_TD holds T tokens of D values, and ids_TK the K experts of each token. `group` is by default
+    the group of `configure`. The first call for certain shapes is collective.
     """
     settings = _settings
     group = group or _settings.group

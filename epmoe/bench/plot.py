@@ -1,4 +1,4 @@
-"""Draws times over T, for `epmoe bench --plot` and for BENCHMARKS.md."""
+"""Draws times over the number of tokens, for `epmoe bench --plot` and for BENCHMARKS.md."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 Lines = Mapping[str, Sequence[tuple[int, float]]]
-"""(T, µs) of each side by its label. Labels "A, B" and "A, C" have one colour, "A, B" and "D, B"
-the same dashes.
+"""The points (T, µs) of each line, by its label: T is the number of tokens of a rank.
+
+A label is the name of a side, and may have the name of a case behind a comma. Lines of one side
+have one colour, and lines of one case have the same dashes.
 """
 
 
@@ -40,7 +42,7 @@ def draw(path: Path, title: str, ylabel: str, panels: Mapping[str, Lines], bold:
                 color = colors.setdefault(side, f"C{len(colors)}")
                 dash = dashes.setdefault(case, _DASHES[len(dashes) % len(_DASHES)])
                 is_bold = label == bold
-                look = {
+                style = {
                     "color": color,
                     "ls": dash,
                     "lw": 2.6 if is_bold else 1.6,
@@ -48,7 +50,7 @@ def draw(path: Path, title: str, ylabel: str, panels: Mapping[str, Lines], bold:
                 }
                 tokens_of_line, us_of_line = zip(*points, strict=True)
                 (legend[label],) = axes.loglog(
-                    tokens_of_line, us_of_line, marker="o", markersize=4.5, **look
+                    tokens_of_line, us_of_line, marker="o", markersize=4.5, **style
                 )
                 if is_bold:
                     _write_figures(axes, points, color)
@@ -66,7 +68,7 @@ def draw(path: Path, title: str, ylabel: str, panels: Mapping[str, Lines], bold:
 
 
 def _write_figures(axes: Any, points: Sequence[tuple[int, float]], color: str) -> None:
-    """The times of a line, beside its points."""
+    """Write the times of a line beside its points."""
     for T, us in points:
         axes.annotate(
             f"{us:g}", (T, us), (6, -13), textcoords="offset points", color=color, fontsize=9

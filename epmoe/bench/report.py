@@ -1,5 +1,5 @@
-"""What a benchmark takes, a `Job`, and what it gives back: a `Report`, as a table, a JSON file and
-a plot.
+"""The input and the output of a benchmark: a `Job` says what to measure, and a `Report` has the
+figures, as a table, a JSON file and a plot.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from epmoe.bench.plot import draw
 from epmoe.config.config import EPConfig
 from epmoe.local.simulate import Kind
 
-# As the path of a file: prints it.
+# The path that stands for standard output.
 STDOUT = Path("-")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a benchmark measures, the same on all ranks of `group`, by default the world."""
+    """What a benchmark measures. It is the same on all ranks."""
 
     config: EPConfig
     tokens: Sequence[int]
-    """each T"""
+    """the numbers of tokens of a rank, one after the other"""
     repeats: int = 20
     """samples of a side, or replays of a graph"""
     routing: Kind = "uniform"
     ranks: dist.ProcessGroup | None = None
     advance: Callable[[], object] = lambda: None
-    """called after each step, for a progress bar"""
+    """the benchmark calls it after each step, for a progress bar"""
     log: Callable[[str], object] = lambda line: None
-    """called with a line about each case as soon as it is measured, on every rank"""
+    """the benchmark calls it on every rank, with a line about each case that it has measured"""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -53,7 +53,7 @@ class Job:
 
 
 def microseconds(value: float) -> str:
-    """A time for a table: with a tenth below 1000."""
+    """Write a time in µs into a table. Times below 1000 have one digit behind the point."""
     return f"{value:,.1f}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
@@ -61,13 +61,13 @@ class Column(NamedTuple):
     """One figure of every result."""
 
     key: str
-    """of `Figures`"""
+    """the key in `Figures`"""
     heading: str
-    """in the table, which leaves out a column without one"""
+    """the heading in the table, which leaves out columns without a heading"""
     unit: str = ""
-    """of the figure, for the JSON file; text has none"""
+    """what the figure is, for the JSON file and below the table; empty for columns of text"""
     show: Callable[[Any], str] = str
-    """writes a figure into a cell"""
+    """turns a figure into the text of a cell"""
 
 
 Figures = Mapping[str, Any]
@@ -79,12 +79,14 @@ TOKENS = Column("tokens", "T", "tokens of a rank")
 SIDE = Column("side", "side")
 
 
-def times(ways: str, whole: str) -> list[Column]:
-    """The columns of `Times`: what dispatch and combine are, and what the round is."""
+def times(stage_unit: str, round_unit: str) -> list[Column]:
+    """Make the columns of `Times`. `stage_unit` describes the figures of dispatch and of combine,
+    `round_unit` those of the round.
+    """
     return [
-        Column("dispatch", "dispatch", ways, microseconds),
-        Column("combine", "combine", ways, microseconds),
-        Column("round", "round", whole, microseconds),
+        Column("dispatch", "dispatch", stage_unit, microseconds),
+        Column("combine", "combine", stage_unit, microseconds),
+        Column("round", "round", round_unit, microseconds),
     ]
 
 
@@ -98,15 +100,15 @@ class Report:
     """the first one divides the table into sections"""
     results: Sequence[Figures]
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """why sides and cases are missing, by name"""
+    """the sides and cases that are missing, each with the reason"""
     plotted: Sequence[str] = ("round",)
-    """keys of the times that the plot shows"""
+    """keys of the columns that the plot shows"""
     what: str = "dispatch + combine, µs"
     """label of the plot's axis of times"""
 
     @property
     def content(self) -> Mapping[str, Any]:
-        """The JSON file without the facts of the run."""
+        """The content of the JSON file, but for the facts of the run."""
         units = {column.key: column.unit for column in self.columns if column.unit}
         return {
             "units": units,
@@ -116,8 +118,8 @@ class Report:
         }
 
     def table(self, title: str = "") -> Table:
-        """The figures for a terminal, with what each column is and why sides and cases
-        are missing.
+        """Make the table for a terminal. Its caption says what each column is, and why sides and
+        cases are missing.
         """
         shown = [column for column in self.columns if column.heading]
         caption = [". ".join(f"{column.heading}: {column.unit}" for column in shown if column.unit)]
@@ -128,7 +130,8 @@ class Report:
             view.add_column(
                 column.heading, justify="right" if is_figure else "left", no_wrap=not is_figure
             )
-        # A section for each value of the first column, which stands in its first row.
+        # Make a section for each value of the first column. The value stands in the section's first
+        # row only.
         sections = itertools.groupby(self.results, lambda result: result[shown[0].key])
         for number, (_, section) in enumerate(sections):
             if number:
@@ -139,38 +142,39 @@ class Report:
         return view
 
     def write_json(self, path: Path, facts: Mapping[str, Any] | None = None) -> None:
-        """Write the figures for a program, with the `facts` of the run before them, as the function
-        `write_json`.
+        """Write the figures as JSON, with the `facts` of the run in front of them. `path` is that
+        of the function `write_json`.
         """
         write_json(path, {**(facts or {}), **self.content})
 
     def plot(self, path: Path, title: str = "") -> None:
-        """Plot the times of every side over T. The file's suffix picks the format (.png, .svg,
-        .pdf).
+        """Plot the times of every side over the number of tokens. The file's suffix picks the
+        format (.png, .svg, .pdf).
         """
-        # The words that name a line, and the times that it may show.
-        texts = [column for column in self.columns if not column.unit]
-        times = [column for column in self.columns if column.key in self.plotted]
-        # A line for each side and case, and for each of several times.
+        # Columns of text name a line; columns of times give its points.
+        text_columns = [column for column in self.columns if not column.unit]
+        time_columns = [column for column in self.columns if column.key in self.plotted]
+        # Make a line for each side and case. With several columns of times, each has a line.
         lines: dict[str, list[tuple[int, float]]] = {}
-        for column, result in itertools.product(times, self.results):
-            words = [cell(text, result) for text in texts]
-            if len(times) > 1 or not words:
-                words.append(column.heading)
+        for column, result in itertools.product(time_columns, self.results):
+            names = [cell(text_column, result) for text_column in text_columns]
+            if len(time_columns) > 1 or not names:
+                names.append(column.heading)
             us = result.get(column.key)
             if us is not None:
-                lines.setdefault(", ".join(words), []).append((result["tokens"], us))
+                points = lines.setdefault(", ".join(names), [])
+                points.append((result["tokens"], us))
         draw(path, title, self.what, {"": lines})
 
 
 def cell(column: Column, result: Figures) -> str:
-    """A figure of `result` as text; a dash if it was not measured."""
+    """Write a figure of `result` as text, or a dash if it was not measured."""
     value = result.get(column.key)
     return "–" if value is None else column.show(value)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write to a file, or to stdout if the path is `STDOUT`."""
+    """Write `content` as JSON to a file, or to standard output if the path is `STDOUT`."""
     text = json.dumps(content, indent=2) + "\n"
     if path == STDOUT:
         sys.stdout.write(text)
@@ -179,4 +183,4 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 Benchmark = Callable[[Job], Report]
-"""What `epmoe bench` chooses between. Collective."""
+"""A function that `epmoe bench` can choose. All ranks call it together."""

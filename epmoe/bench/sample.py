@@ -1,5 +1,5 @@
-"""The input of a benchmark: one rank's tokens and routing, the expected output, and the rows
-between ranks.
+"""The input of a benchmark: the tokens of one rank, their routing, the output that a round must
+give for them, and how many rows travel between which ranks.
 """
 
 from __future__ import annotations
@@ -26,34 +26,36 @@ class Payload(StrEnum):
 
     @classmethod
     def for_rows(cls, config: EPConfig) -> list[Self]:
-        """All payloads, or plain alone if `hidden_size` is not a multiple of the 128 elements of an
-        fp8 block.
+        """The payloads that rows of this configuration can have. Without whole fp8 blocks, of 128
+        elements each, that is plain alone.
         """
         has_blocks = config.model.hidden_size % 128 == 0
         return list(cls) if has_blocks else [cls.PLAIN]
 
     @property
     def wires(self) -> tuple[PayloadName, PayloadName]:
-        """exchange.payload and exchange.combine_payload."""
+        """The values of `exchange.payload` and `exchange.combine_payload`."""
         out: PayloadName = "auto" if self is Payload.PLAIN else "fp8"
         back: PayloadName = "fp8" if self is Payload.FP8_BOTH else "auto"
         return out, back
 
     def applied(self, config: EPConfig) -> EPConfig:
-        """`config` with this payload."""
+        """Copy `config` with this payload."""
         out, back = self.wires
         exchange = config.exchange.model_copy(update={"payload": out, "combine_payload": back})
         return config.model_copy(update={"exchange": exchange})
 
 
 class Sample:
-    """T tokens of one rank, the same for all sides. An expert multiplies a row by a factor of its
-    own.
+    """T tokens of one rank. All sides of a benchmark get the same sample.
 
-    Every rank simulates the routing of all ranks. So an expert that is popular on one rank is
-    popular on all, and each rank knows how many rows will arrive. needs_TR: bool [T, R], whether a
-    rank holds an expert of a token. rows_RR: int64 [R, R], rows from each source (first index) to
-    each destination.
+    Each expert multiplies its rows by a factor of its own, so that the right output is known. Every
+    rank simulates the routing of all R ranks. So an expert that is popular on one rank is popular
+    on all, and each rank knows how many rows will arrive.
+
+    `needs_TR` is bool [T, R] and says whether a rank holds an expert of a token. `rows_RR` is int64
+    [R, R] and counts the rows from each source rank (first index) to each destination.
+    `expected_TD` has the weighted sum over the experts of each token, in the dtype of the model.
     """
 
     def __init__(
@@ -81,20 +83,21 @@ class Sample:
             id_dtype=id_dtype,
             ep_size=R,
         )
-        # The rows between ranks, from the routing of all of them.
+        # Count the rows between ranks from the routing of all ranks.
         needs_RTR = ranks_needed(self.placement, ids.view(R, tokens, ids.shape[1]).long())
         self.needs_TR = needs_RTR[rank]
         self.rows_RR = needs_RTR.sum(dim=1)
-        # The tokens of this rank, and their sums if each expert multiplies by its factor.
-        mine = slice(rank * tokens, (rank + 1) * tokens)
-        ids_TK = ids[mine]
-        weights_TK = weights[mine]
+        # Make the tokens of this rank. A token's sum is the token itself times the weighted sum of
+        # its experts' factors.
+        own_tokens = slice(rank * tokens, (rank + 1) * tokens)
+        ids_TK = ids[own_tokens]
+        weights_TK = weights[own_tokens]
         generator = torch.Generator().manual_seed(rank)
         x_TD = torch.randn(tokens, self.hidden, generator=generator).to(self.dtype)
         factors_E = torch.linspace(0.5, 1.5, model.num_experts)
         sums_T1 = (weights_TK * factors_E[ids_TK.long()]).sum(dim=1, keepdim=True)
         factors_e = factors_E[self.placement.logical_experts(rank)]
-        # All on the device of the exchange.
+        # Put everything on the device of the exchange.
         self.x_TD = x_TD.to(device)
         self.ids_TK = ids_TK.to(device)
         self.weights_TK = weights_TK.to(device)
@@ -102,8 +105,12 @@ class Sample:
         self.factors_e1 = factors_e.unsqueeze(1).to(device, self.dtype)
 
     def experts(self, rows_ND: Tensor, scales: Tensor | None, offsets: Tensor) -> Tensor:
-        """Outputs of this rank's experts for the rows that arrived, [offsets[-1], D]."""
-        # The expert of each row, by the segment in which it lies.
+        """Compute the outputs [N, D] of this rank's experts for the N rows that arrived.
+
+        `offsets` [e + 1] has the first row of each expert, and N at its end. `scales` are those of
+        fp8 rows.
+        """
+        # The expert of a row is the one in whose segment the row lies.
         row_N = torch.arange(int(offsets[-1]), device=rows_ND.device)
         expert_N = torch.searchsorted(offsets[1:].long(), row_N, right=True)
         rows = rows_ND[: len(row_N)]
@@ -112,8 +119,10 @@ class Sample:
         return rows * self.factors_e1[expert_N]
 
     def check(self, name: str, y_TD: Tensor, expects: str = "sum", *, fp8: bool = False) -> None:
-        """Raise RuntimeError unless y is what `ExchangeSide` expects, to the precision of `dtype`,
-        or of fp8 rows.
+        """Raise RuntimeError unless `y_TD` is the right output of the side called `name`.
+
+        `expects` is `ExchangeSide.expects`. The error may be as large as the rounding of `dtype`,
+        or of fp8 rows with `fp8`.
         """
         if expects == "sum":
             expected_TD = self.expected_TD
@@ -130,14 +139,14 @@ class Sample:
             raise RuntimeError(f"{name}: {problem}")
 
     def needed_here(self, ids_NK: Tensor) -> Tensor:
-        """bool [N, 1]: whether this rank holds one of the experts ids [N, K]. Placements are
-        linear, without copies.
+        """Whether this rank holds one of the K experts of each row: bool [N, 1]. It takes the
+        placement to be linear and without copies.
         """
         experts = self.config.model.num_experts // self.config.topology.ep_size
         return (ids_NK // experts == self.rank).any(dim=1, keepdim=True)
 
     def row_bytes(self, payload: Payload) -> tuple[int, int]:
-        """Bytes of a row on the wire, in dispatch and in combine."""
+        """Bytes of a row on the wire, first in dispatch, then in combine."""
         out, back = payload.wires
         return wire_bytes(self.hidden, self.dtype, out), wire_bytes(self.hidden, self.dtype, back)
 
@@ -155,10 +164,11 @@ def wire_bytes(hidden: int, dtype: torch.dtype, payload: str) -> int:
 
 
 def ranks_needed(placement: Placement, ids_RTK: Tensor) -> Tensor:
-    """bool [R, T, R]: whether source r sends token t to a rank. Copies of experts are chosen as in
-    dispatch.
+    """Which ranks the tokens of all ranks go to: bool [R, T, R], by source rank, token and
+    destination. `ids_RTK` has the logical experts of each token.
     """
     R, T, _ = ids_RTK.shape
+    # Choose copies as dispatch does: rank r sends its token t to copy (t + r) mod n of n.
     turn_RT1 = torch.arange(R).view(R, 1, 1) + torch.arange(T).view(1, T, 1)
     copy_RTK = turn_RT1 % placement.num_copies().long()[ids_RTK]
     owner_RTK = torch.tensor(placement.owners)[placement.copies_table().long()[ids_RTK, copy_RTK]]

@@ -1,4 +1,6 @@
-"""What the benchmarks time: ways to bring rows to their experts and back. Each is a `Side`."""
+"""What the benchmarks compare: different ways to bring rows to their experts and back. Each way is
+a `Side`.
+"""
 
 from __future__ import annotations
 
@@ -18,33 +20,39 @@ from epmoe.service import ExpertParallel
 
 
 class Side:
-    """Something to time. `out` takes rows to their experts, `back` brings their outputs home. Both
-    are collective.
+    """Something that a benchmark times.
+
+    A round is a call of `out`, which takes rows to their experts, and a call of `back`, which
+    brings the experts' outputs home. Both are collective.
     """
 
     name: str
-    """for messages"""
+    """the name in messages"""
     exact = True
     """whether all rounds give the same bits"""
     head_start_ms = 1
-    """how long a GPU sleeps before a sample, while the host enqueues a round and the sample"""
+    """how many milliseconds a GPU sleeps before a sample, so that the host can enqueue the sample
+    and the round before it
+    """
 
     def out(self) -> Any:
         """Start a round and return the handle for `back`."""
         raise NotImplementedError
 
     def back(self, handle: Any, /) -> Any:
-        """End the round and return what came back to this rank: a contiguous tensor, or several."""
+        """End the round that `out` has started, with the handle that it returned. Returns what came
+        back to this rank: a contiguous tensor, or several.
+        """
         return handle
 
     def arrived(self, handle: Any, /) -> list[Tensor]:
-        """The contiguous tensors that `out` filled."""
+        """The contiguous tensors that `out` has filled, which checks overwrite and compare."""
         return []
 
 
 @dataclass(frozen=True)
 class Calls(Side):
-    """A side of functions."""
+    """A side whose methods are given as functions."""
 
     name: str
     out: Callable[[], Any]
@@ -55,14 +63,17 @@ class Calls(Side):
 
 
 class ExchangeSide(Side):
-    """A side that sends back precomputed outputs of experts for the rows of a sample.
+    """A side that dispatches the tokens of a sample, and sends back outputs of experts that `check`
+    has computed before the timing.
 
-    expects: the y of these experts. They return their rows once for each rank that got a row
-    ("echo") or once for each expert, whose weights combine applies ("weights"); or they multiply
-    them by the sample's factors ("sum").
+    What the experts do decides the output of a round, and `expects` says what that is. With "sum"
+    the experts multiply rows by the factors of the sample. Otherwise they return their rows
+    unchanged: with "echo" a row comes back once from each rank that got it, and with "weights" once
+    from each expert, and combine applies the weights.
     """
 
     fp8 = False
+    """whether rows travel in fp8, so that errors may be larger"""
     expects: Literal["echo", "weights", "sum"] = "echo"
 
     def __init__(self, name: str, sample: Sample) -> None:
@@ -70,14 +81,14 @@ class ExchangeSide(Side):
         self.sample = sample
 
     def outputs(self, handle: Any) -> Tensor:
-        """What the experts put out, in memory of its own."""
+        """Compute the experts' outputs for the rows of an open round, in memory of their own."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """Run two rounds with experts. After the first, arrived rows become NaN; the second must
-        write each again.
+        """Run two rounds, and raise RuntimeError unless the output of both is right.
 
-        Raises RuntimeError unless y is right in both.
+        Each round computes the experts' outputs, which later rounds send back again. The rows that
+        arrived in the first round become NaN, so the second round must write every row again.
         """
         for _ in range(2):
             handle = self.out()
@@ -86,6 +97,7 @@ class ExchangeSide(Side):
             self.check_output(self.back(handle))
 
     def check_output(self, y_TD: Tensor) -> None:
+        """Raise RuntimeError unless `y_TD` is the right output of a round."""
         self.sample.check(self.name, y_TD, self.expects, fp8=self.fp8)
 
 
@@ -98,6 +110,7 @@ class Ours(ExchangeSide):
         super().__init__(name, sample)
         self.ep = ep
         self.fp8 = ep.config.exchange.quantizes
+        # Where experts move, tags of layers begin with 1.
         self.tag = int(ep.config.placement.live)
         self.check()
 
@@ -109,7 +122,7 @@ class Ours(ExchangeSide):
 
 
 class Fused(Ours):
-    """Dispatch to expert-major rows, and combine from expert-major outputs."""
+    """The usual round: rows arrive sorted by expert, and combine takes outputs in this order."""
 
     layout = "expert"
     expects = "sum"
@@ -129,7 +142,7 @@ class Fused(Ours):
 
 
 class RankMajor(Ours):
-    """The exchange alone: rank-major rows out, and as many partial rows back."""
+    """The exchange alone: rows arrive sorted by source rank, and one row comes back for each."""
 
     layout = "rank"
 
@@ -151,13 +164,14 @@ class RankMajor(Ours):
 
 
 def rows_alone(sample: Sample, group: dist.ProcessGroup) -> Side:
-    """Make the side that moves only the rows that cross to other ranks, by `all_to_all_single` both
-    ways. It sorts, counts and sums nothing.
+    """Make a side that only moves the rows that go to other ranks, by `all_to_all_single` in both
+    directions. It sorts, counts and adds up nothing.
     """
-    # Rows to and from each other rank; those of this rank stay.
+    # How many rows go to each other rank, and come from it. Rows of this rank's experts stay.
     splits_out = sample.remote_RR[sample.rank].tolist()
     splits_in = sample.remote_RR[:, sample.rank].tolist()
-    sent = torch.randn(sum(splits_out), sample.hidden, device=sample.x_TD.device).to(sample.dtype)
+    num_rows = sum(splits_out)
+    sent = torch.randn(num_rows, sample.hidden, device=sample.x_TD.device).to(sample.dtype)
     home = torch.empty_like(sent)
     received = sent.new_empty(sum(splits_in), sample.hidden)
 
@@ -169,7 +183,7 @@ def rows_alone(sample: Sample, group: dist.ProcessGroup) -> Side:
         return home
 
     side = Calls("all_to_all_single, rows only", out, back, lambda _: [received])
-    # Rows that arrive must come from this round.
+    # Check one round. The buffers are NaN before, so the rows must come from this round.
     poison([received, home])
     out()
     if not torch.equal(back(None), sent):
@@ -179,34 +193,36 @@ def rows_alone(sample: Sample, group: dist.ProcessGroup) -> Side:
 
 @dataclass(frozen=True)
 class SentPairs:
-    """The expert-major rows [N, D] of `AllToAll`, and all that `back` needs to send their outputs
-    back.
+    """The rows that a dispatch of `AllToAll` has brought, and what combine needs to send their
+    outputs back.
     """
 
     rows: Tensor
+    """[N, D], sorted by local expert"""
     expert_offsets: Tensor
-    """[e + 1], the first row of each local expert"""
+    """[e + 1], the first row of each of the e local experts, and N"""
     order: Tensor
-    """[T·K], the pair of each row that left"""
+    """[T·K], for each row that left, the index of its pair of a token and an expert"""
     arrival: Tensor
-    """[N], for each expert-major row its index among the arrived rows"""
+    """[N], for each row of `rows`, its index in the order of arrival"""
     splits_out: list[int]
-    """[R] rows to each rank"""
+    """[R], how many rows went to each rank"""
     splits_in: list[int]
-    """[R] rows from each rank"""
+    """[R], how many rows came from each rank"""
 
 
 class AllToAll(ExchangeSide):
-    """Dispatch and combine as layers usually write them, over `all_to_all_single`. The host reads
-    the counts.
+    """Dispatch and combine as MoE layers usually write them, over `all_to_all_single`.
 
-    One row travels for each (token, expert) pair. Dispatch sorts pairs by expert, exchanges counts,
-    exchanges rows and puts the arrived rows into expert order. Combine exchanges rows, undoes the
-    sort and sums with the weights.
+    One row travels for each pair of a token and an expert. Dispatch sorts the pairs by expert,
+    exchanges their counts, which the host reads, exchanges the rows, and sorts the arrived rows by
+    expert. Combine exchanges the outputs, undoes the sorting, and adds the rows of each token up
+    with their weights.
 
-    By default every call allocates its buffers, as such layers do because sizes change with the
-    routing, and x and the weights may want gradients. With `keep_buffers` each buffer stays at the
-    largest size seen. No page fault is left then: the best case of this method.
+    By default every call allocates its buffers, as such layers do, because the sizes change with
+    the routing; then x and the weights may need gradients. With `keep_buffers` each buffer is kept
+    and grows to the largest size that was needed, so that no page faults are left. That is the best
+    case of this method.
     """
 
     expects = "sum"
@@ -220,7 +236,8 @@ class AllToAll(ExchangeSide):
         placement = sample.placement
         ranks = range(placement.ep_size)
         self.experts_per_rank = [placement.num_local_experts(rank) for rank in ranks]
-        # Where pairs are sorted, those of a rank lie together.
+        # Pairs are sorted by the rank of their expert first, so that the rows for a rank lie
+        # together. `position_P` is the place of each expert in this order.
         owner_major: list[int] = []
         for rank in ranks:
             owner_major += placement.local_experts(rank)
@@ -235,10 +252,11 @@ class AllToAll(ExchangeSide):
         return self.summed(self.expert_outputs, self.sample.weights_TK, handle)
 
     def sent(self, x_TD: Tensor, ids_TK: Tensor) -> SentPairs:
-        """Put rows into the order of the local experts; within an expert by source rank, then
-        token.
+        """Dispatch the tokens x [T, D], whose K experts are ids [T, K].
+
+        The rows arrive sorted by local expert, then by source rank, then by token.
         """
-        # Sort the pairs by owner and expert, and exchange how many there are.
+        # Sort the pairs by rank and expert, and exchange how many pairs each expert gets.
         positions = self.position_P[ids_TK.flatten()]
         order = positions.argsort(stable=True)
         counts_P = positions.bincount(minlength=len(self.position_P))
@@ -259,7 +277,7 @@ class AllToAll(ExchangeSide):
         out = self._gathered("out", x_TD, order // ids_TK.shape[1])
         room = self._rows("arrived", sum(splits_in), x_TD)
         arrived = self._exchanged(room, out, splits_in, splits_out)
-        # Put them into the order of experts: they lie by source first.
+        # Sort the arrived rows by expert. They lie by source rank, and by expert within a rank.
         experts_Re = torch.arange(local, device=x_TD.device).repeat(len(counts_Re))
         expert_N = experts_Re.repeat_interleave(counts_Re.view(-1))
         arrival = expert_N.argsort(stable=True)
@@ -268,13 +286,13 @@ class AllToAll(ExchangeSide):
         return SentPairs(rows, offsets, order, arrival, splits_out, splits_in)
 
     def summed(self, rows_ND: Tensor, weights_TK: Tensor, handle: SentPairs) -> Tensor:
-        """[T, D], the weighted sums of the experts' outputs [N, D]."""
+        """Combine the experts' outputs [N, D] into the weighted sums [T, D]."""
         T, K = weights_TK.shape
-        # Sort rows by source again, and send them home.
+        # Put the outputs into the order of arrival again, and send them home.
         back = self._rows("arrived", len(rows_ND), rows_ND).index_copy_(0, handle.arrival, rows_ND)
         room = self._rows("out", T * K, rows_ND)
         home = self._exchanged(room, back, handle.splits_out, handle.splits_in)
-        # Pairs of a token lie together, and are added.
+        # Undo the first sorting: the K rows of a token lie together, and are added up.
         pairs = self._rows("pairs", T * K, rows_ND).index_copy_(0, handle.order, home)
         weights_T1K = weights_TK.unsqueeze(1).to(rows_ND.dtype)
         return torch.bmm(weights_T1K, pairs.view(T, K, rows_ND.shape[1])).squeeze(1)
@@ -288,18 +306,23 @@ class AllToAll(ExchangeSide):
     def _exchanged(
         self, received: Tensor, rows: Tensor, splits_in: list[int], splits_out: list[int]
     ) -> Tensor:
-        """`received`, filled with the rows of other ranks."""
+        """Send `rows` and fill `received` with the rows of other ranks. Returns a tensor with the
+        received rows, which carries the gradient if `rows` need one.
+        """
         if rows.requires_grad:
             return all_to_all_single(received, rows, splits_in, splits_out, group=self.group)
         dist.all_to_all_single(received, rows, splits_in, splits_out, group=self.group)
         return received
 
     def _gathered(self, name: str, rows: Tensor, index: Tensor) -> Tensor:
+        """Copy the rows at `index`, into the buffer called `name` if buffers are kept."""
         kept = self._rows(name, len(index), rows) if self.keep_buffers else None
         return torch.index_select(rows, 0, index, out=kept)
 
     def _rows(self, name: str, count: int, like: Tensor) -> Tensor:
-        """A buffer of so many rows, as long as `like` has them."""
+        """Make a buffer of `count` rows, with the row length and dtype of `like`. Kept buffers are
+        found by `name`.
+        """
         if not self.keep_buffers:
             return like.new_empty(count, like.shape[1])
         buffer = self._buffers.get(name)
@@ -309,13 +332,17 @@ class AllToAll(ExchangeSide):
 
 
 def slabs(sample: Sample, buffer_RMX: Tensor) -> list[Tensor]:
-    """The used slots of each source."""
+    """Cut the rows that arrived out of a rank-major buffer: for each source rank, the slots that
+    its rows fill.
+    """
     counts_R = sample.rows_RR[:, sample.rank].tolist()
     return [slab[:count] for slab, count in zip(buffer_RMX, counts_R, strict=True)]
 
 
 def poison(tensors: Iterable[Tensor]) -> None:
-    """Set all bits: NaN in every floating type, fp8 included."""
+    """Overwrite tensors with NaN. All bits are set, which is a NaN in every floating-point dtype,
+    fp8 included.
+    """
     for tensor in tensors:
         if tensor.numel():
             tensor.view(torch.uint8).fill_(0xFF)

@@ -18,16 +18,16 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from epmoe.config.config import EPConfig
-from epmoe.exchange.exchange import Exchange
 from epmoe.exchange.handles import Dispatched, RoundShape
 from epmoe.group.errors import EPStateError
+from epmoe.integrations.entered import Entered
 from epmoe.integrations.session import Session, make_config
 from epmoe.native.arguments import FP8, describe
 from epmoe.native.formats import PayloadName
@@ -84,18 +84,6 @@ class _Windows:
 
     def close(self) -> None:
         self.ep.close()
-
-
-class _Entered(NamedTuple):
-    """A round that this rank has come to."""
-
-    exchange: Exchange
-    rounds_before: int
-
-    @classmethod
-    def of(cls, ep: ExpertParallel) -> Self:
-        exchange = ep.exchange
-        return cls(exchange, exchange.rounds.count)
 
 
 _session: Session[_Windows] = Session()
@@ -155,14 +143,14 @@ class EpmoeCommunication(MoEEpCommunication):
         raises.
         """
         ep = self._ep()
-        entered: _Entered | None = None
+        entered: Entered | None = None
         # Not a context manager: a signal handler may raise behind the end of one, too.
         try:
             if self._is_open(ep):
                 raise RuntimeError(
                     "dispatch without a combine of the last round, which is given up"
                 )
-            entered = _Entered.of(ep)
+            entered = Entered.of(ep)
             if eplb_local_stats is not None:
                 raise ValueError("epmoe gathers no statistics: leave out `eplb_local_stats`")
             t = self._resolve_runtime_max_tokens_per_rank(runtime_max_tokens_per_rank)
@@ -230,7 +218,7 @@ class EpmoeCommunication(MoEEpCommunication):
         ep.abort()
         self._round = None
 
-    def _give_up(self, ep: ExpertParallel, entered: _Entered | None) -> None:
+    def _give_up(self, ep: ExpertParallel, entered: Entered | None) -> None:
         """After an exception in dispatch: close its round, or take part in the one that the others
         come to, without tokens. They learn that this rank did.
         """
@@ -239,8 +227,8 @@ class EpmoeCommunication(MoEEpCommunication):
             if self._is_open(ep):
                 self._abort(ep)
                 return
-            exchange, rounds_before = entered or _Entered.of(ep)
-            ep.give_up(exchange, rounds_before, self._tag, lambda: self._shape)
+            entered = entered or Entered.of(ep)
+            entered.give_up(self._tag, lambda: self._shape)
 
     def _check_rows(self, hidden_states: Tensor, most: int) -> None:
         """Raise ValueError for more tokens than `most`, and for rows of another size."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from counted import functions_of
-from helpers import NO_CUDA, assert_close, distinct_ids, randn
+from helpers import NO_CUDA, Interrupted, assert_close, distinct_ids, randn
+from interrupted_steps import steps_until_whole
 
 if "RANK" not in os.environ:
     pytest.skip("needs SGLang and 2 ranks: make stacks-sglang", allow_module_level=True)
@@ -30,7 +33,8 @@ from torch import Tensor, nn
 
 from epmoe import EPAbortedError, EPTimeoutError, quantize_fp8
 from epmoe.bench.host import started
-from epmoe.integrations.sglang import VARIABLE
+from epmoe.integrations import entered, served
+from epmoe.integrations.sglang import VARIABLE, runner
 from epmoe.integrations.sglang import dispatcher as sglang
 from epmoe.integrations.sglang.runner import (
     EpmoeRunnerCore,
@@ -45,6 +49,20 @@ D = 256
 F = 128
 M = 128  # tokens; SGLang's default
 DEVICE = torch.device("cuda" if host.CUDA else "cpu")
+# In the seat, and in SGLang's layer around it. Other tests hold the rounds below.
+FILES = {
+    module.__file__
+    for module in (
+        contextlib,
+        entered,
+        host.layer_module,
+        host.runner_module,
+        runner,
+        served,
+        sglang,
+        sglang_runner,
+    )
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -128,7 +146,7 @@ def _forward(layer: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tenso
 
 
 def test_sglang_loads_the_plugin_and_applies_its_hooks() -> None:
-    assert {sglang._FACTORY, sglang._STEP} <= hook_registry.HookRegistry._patched
+    assert {sglang._FACTORY, sglang._ROUND, sglang._STEP} <= hook_registry.HookRegistry._patched
 
 
 @pytest.mark.parametrize("tokens", [(1, 0), (32, 33), (M, M)], ids=str)
@@ -351,9 +369,11 @@ def test_experts_of_our_own(
         register_experts.__wrapped__()
 
 
-@pytest.mark.parametrize("where", ["dispatch", "experts", "LoRA", "combine"])
+@pytest.mark.parametrize("where", ["dispatch", "LoRA", "combine"])
 def test_one_rank_fails_alone(own_experts: None, where: str) -> None:
-    """The other one hears of it, and both go on."""
+    """The other one hears of it, and both go on: also where SGLang calls a dispatcher without its
+    layer.
+    """
     layer = _layer()
     x, ids, weights = (tensor.to(DEVICE) for tensor in _tokens(dist.get_rank(), 9))
     topk = host.StandardTopKOutput(weights, ids, None)
@@ -366,21 +386,95 @@ def test_one_rank_fails_alone(own_experts: None, where: str) -> None:
             many = [tensor.to(DEVICE) for tensor in _tokens(1, M + 1)]
             dispatcher.dispatch(many[0], host.StandardTopKOutput(many[2], many[1], None))
         rows = dispatcher.dispatch(x, topk)
-        if where == "experts":
-            layer.moe_runner_config.swiglu_limit = 7.0
         hooks = object() if where == "LoRA" else None
         outputs = core.run_from_dispatch(rows, None, config, hooks=hooks)
         dispatcher.combine(outputs._replace(routewise_layout=RoutewiseLayout.EXPANDED))
 
     if dist.get_rank() == 1:
-        with pytest.raises(ValueError, match="tokens on this rank|SwiGLU|LoRA|weights and sums"):
+        with pytest.raises(ValueError, match="tokens on this rank|LoRA|weights and sums"):
             fails()
     else:
         with pytest.raises(EPAbortedError, match=r"\[1\]"):
             _forward(layer, x, ids, weights)
-    layer.moe_runner_config.swiglu_limit = None
     mine = _tokens(dist.get_rank(), 9)
     assert_close(_forward(layer, *mine), moe_reference(*mine, _weights()))
+
+
+EXPERTS = pytest.mark.parametrize("own", [False, True], ids=["of SGLang", "of our own"])
+
+
+@EXPERTS
+def test_experts_of_one_rank_raise(own: bool, request: pytest.FixtureRequest) -> None:
+    """The other rank hears of it, and both go on."""
+    if own:
+        request.getfixturevalue("own_experts")
+    layer = _layer()
+    mine = _tokens(dist.get_rank(), 9)
+    if dist.get_rank() == 1:
+        core = layer.quant_method.runner.runner_core
+        name = "run_from_dispatch" if own else "run"
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            pytest.raises(MemoryError),
+        ):
+            patch.setattr(core, name, Mock(side_effect=MemoryError))
+            _forward(layer, *mine)
+    else:
+        with pytest.raises(EPAbortedError, match=r"\[1\]"):
+            _forward(layer, *mine)
+    assert_close(_forward(layer, *mine), moe_reference(*mine, _weights()))
+
+
+@EXPERTS
+def test_a_handler_raises_at_any_place(own: bool, request: pytest.FixtureRequest) -> None:
+    """Whatever raises on one rank, the other one has its sums or hears of it, and both go on."""
+    if own:
+        request.getfixturevalue("own_experts")
+    layer = _layer()
+    mine = _tokens(dist.get_rank(), 9)
+    want = moe_reference(*mine, _weights())
+    assert_close(_forward(layer, *mine), want)
+    dispatcher = layer.dispatcher
+    enter = dispatcher.enter
+
+    def a_round(arm: Any) -> None:
+        def entering() -> Any:
+            dispatcher.enter = enter
+            arm()
+            return enter()
+
+        dispatcher.enter = entering
+        assert_close(_forward(layer, *mine), want)
+
+    outcomes = set[tuple[str, ...]]()
+    for found in steps_until_whole(dist.get_rank(), a_round, files=FILES):
+        outcomes.add(tuple(found))
+        assert_close(_forward(layer, *mine), want)
+    name = Interrupted.__name__
+    # Behind its combine a rank may be interrupted in a round that is whole.
+    possible = {("EPAbortedError", name), ("whole", name), ("whole", "whole")}
+    assert possible - {("whole", name)} <= outcomes <= possible
+
+
+def test_a_fork_and_a_sleeper_are_refused(layer: nn.Module) -> None:
+    """Both by name, and neither costs the other rank a round."""
+    mine = _tokens(dist.get_rank(), 9)
+    want = moe_reference(*mine, _weights())
+    assert_close(_forward(layer, *mine), want)
+    child = os.fork()
+    if child == 0:
+        try:
+            _forward(layer, *mine)
+        except RuntimeError as error:
+            os._exit(0 if "fork" in str(error) else 1)
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    ep = layer.dispatcher._ep
+    ep.sleep()
+    with pytest.raises(RuntimeError, match="sleeps: call `wake`"):
+        _forward(layer, *mine)
+    ep.wake()
+    assert_close(_forward(layer, *mine), want)
 
 
 def test_layers_without_our_dispatcher_keep_their_experts(
@@ -399,7 +493,7 @@ def test_layers_without_our_dispatcher_keep_their_experts(
 
 
 @pytest.mark.parametrize("quantized", [False, True], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("own", [False, True], ids=["of SGLang", "of our own"])
+@EXPERTS
 def test_deterministic_inference_is_kept(
     quantized: bool, own: bool, request: pytest.FixtureRequest
 ) -> None:

@@ -11,6 +11,7 @@ for the KV cache, and before any CUDA graph.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,9 @@ from torch import Tensor
 
 from epmoe.config.config import ConfigError, EPConfig
 from epmoe.exchange.handles import Dispatched
+from epmoe.group.errors import EPStateError
 from epmoe.integrations.balancing import Balancing, section_of
+from epmoe.integrations.entered import Entered
 from epmoe.integrations.served import ServedExperts
 from epmoe.integrations.session import Session, make_config
 from epmoe.local.experts import GroupedExperts
@@ -69,16 +72,18 @@ _OTHERS = (
     "swiglu_limit",
     "apply_router_weight_on_input",
 )
+_ROUND = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.forward_impl"
 _STEP = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 
 _session: Session[Balancing] = Session()
 
 
 def register_hooks(live: dict[str, Any] | None) -> None:
-    """Have SGLang call `create_dispatcher` for each layer, `poll` before each step, and `load` for
-    the weights of experts that move.
+    """Have SGLang call `create_dispatcher` for each layer, `forward` for its rounds, `poll` before
+    each step, and `load` for the weights of experts that move.
     """
     HookRegistry.register(_FACTORY, partial(create_dispatcher, live=live), HookType.AROUND)
+    HookRegistry.register(_ROUND, forward, HookType.AROUND)
     if live is not None:
         HookRegistry.register(_LOADER, load, HookType.AROUND)
     HookRegistry.register(_STEP, poll, HookType.BEFORE)
@@ -247,7 +252,7 @@ class EpmoeDispatcher(BaseDispatcher):
         ep = self._ep
         exchange = ep.exchange
         rounds = exchange.rounds
-        rounds_before = rounds.count
+        entered = Entered(ep, exchange, rounds.count)
         # In place: the context managers `at_most` and `giving_up` would cost each layer 5 µs.
         longest_before = rounds.most_tokens
         try:
@@ -256,13 +261,13 @@ class EpmoeDispatcher(BaseDispatcher):
             if self._most < T:
                 raise ValueError(f"{T} tokens on this rank: set {_LIMIT}, now {self._most}, to {T}")
             d = ep.dispatch(x_TD, ids_TK, weights_TK, tag=self._tag)
+            self._round = d
         except BaseException:
-            # The other ranks learn of it.
-            ep.give_up(exchange, rounds_before, self._tag)
+            # SGLang's layers with LoRA call this without `forward`.
+            self.give_up(entered)
             raise
         finally:
             rounds.most_tokens = longest_before
-        self._round = d
         # The host does not know how many rows arrive: n is what it must expect.
         e = self._num_local_experts
         K = ids_TK.shape[1]
@@ -283,15 +288,6 @@ class EpmoeDispatcher(BaseDispatcher):
 
         Raises ValueError in the first call if they are other experts than those.
         """
-        try:
-            outputs = self._compute(layer, dispatched)
-        except BaseException:
-            # No combine follows.
-            self.give_up()
-            raise
-        return deepep_v2.DeepEPv2CombineInput(outputs, None)
-
-    def _compute(self, layer: Any, dispatched: deepep_v2.DeepEPv2DispatchOutput) -> Tensor:
         # Make them in the first call, and where weights were loaded again.
         serve = self._experts
         if serve is None or serve.experts.held()[0].data_ptr() != layer.w13_weight.data_ptr():
@@ -301,12 +297,29 @@ class EpmoeDispatcher(BaseDispatcher):
             self._balancing.move(self._tag, experts)
         d = self._round
         assert d is not None
-        return serve(dispatched.hidden_states, dispatched.hidden_states_scale, d)
+        outputs = serve(dispatched.hidden_states, dispatched.hidden_states_scale, d)
+        return deepep_v2.DeepEPv2CombineInput(outputs, None)
 
-    def give_up(self) -> None:
-        """Abort the open round, if any: the other ranks learn that this one did."""
+    def enter(self) -> Entered:
+        """The round that comes next. Raises EPStateError while the group sleeps."""
+        return Entered.of(self._ep)
+
+    def give_up(self, entered: Entered | None) -> None:
+        """After an exception in a round: close it, or take part in the one that the others come to,
+        without tokens. They learn that this rank did.
+
+        `entered` is what `enter` has returned before it; None: it has not.
+        """
+        # It has no rounds while it sleeps.
+        with suppress(EPStateError):
+            entered = entered or self.enter()
+            entered.give_up(self._tag)
         self._round = None
+
+    def abort(self) -> None:
+        """Abort the open round, if any: the other ranks learn that this one did."""
         self._ep.abort()
+        self._round = None
 
     def combine(self, combine_input: CombineInput) -> Tensor:
         """Sum the experts' outputs, weighted: bf16 [T, D].
@@ -324,11 +337,11 @@ class EpmoeDispatcher(BaseDispatcher):
                     "EPMOE_SGLANG"
                 )
             y_TD = self._ep.combine(combine_input.hidden_states, d)
+            self._round = None
+            return y_TD
         except BaseException:
-            self.give_up()
+            self.abort()
             raise
-        self._round = None
-        return y_TD
 
     def slots(self) -> list[int] | None:
         """The experts of this layer on this rank, as `Balancing.slots` says them. Collective in the
@@ -354,6 +367,24 @@ class EpmoeDispatcher(BaseDispatcher):
         if not is_known or own > max(counts):
             return R * M, M
         return min(sum(counts) * (R // len(counts)), R * M), min(max(counts), M)
+
+
+def forward(original: Any, layer: Any, *arguments: Any, **named: Any) -> Tensor:
+    """Run a layer from its dispatch to its combine, in place of SGLang's `forward_impl`. Whatever
+    raises between the two, SGLang's own experts among it, gives the round up.
+    """
+    dispatcher = getattr(layer, "dispatcher", None)
+    if not isinstance(dispatcher, EpmoeDispatcher):
+        y_TD: Tensor = original(layer, *arguments, **named)
+        return y_TD
+    entered: Entered | None = None
+    try:
+        entered = dispatcher.enter()
+        y_TD = original(layer, *arguments, **named)
+        return y_TD
+    except BaseException:
+        dispatcher.give_up(entered)
+        raise
 
 
 def load(

@@ -68,6 +68,7 @@ class EpmoeRunnerCore(DispatchMoeRunnerCore):
                 f"{type(dispatcher).__name__}: set EPMOE_SGLANG=1"
             )
         if hooks is not None:
-            dispatcher.give_up()
+            # SGLang's layers with LoRA call the dispatcher by themselves.
+            dispatcher.abort()
             raise ValueError("EPMOE_SGLANG=layer takes no LoRA: set EPMOE_SGLANG=1")
         return dispatcher.compute(layer, dispatch_output)

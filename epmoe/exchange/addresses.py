@@ -1,5 +1,7 @@
-"""Addresses that stay: a rank reserves them once, and its groups map windows and scratch there by
-turns.
+"""Addresses that stay the same while groups come and go.
+
+A rank reserves them once. Each group that the rank joins later maps its windows and its scratch at
+these addresses, after the group before has unmapped its own.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ _WORDS_BYTES = 512  # room for `Status` and `Progress` of csrc/plan.h
 
 
 class Addresses:
-    """The places of the windows and the scratch of one `ExpertParallel`, through all its groups.
+    """Where one `ExpertParallel` maps its windows and its scratch, in all groups that it joins.
 
-    Groups that are alike have all at the same addresses, so CUDA graphs of one may be replayed in
-    another. Each other kind of group has scratch of its own: a kernel of an earlier group finds the
-    state there that this group has left.
+    Two groups with the same memory plan have every buffer at the same address, so a CUDA graph that
+    was captured in one group may be replayed in the other. Groups with different plans have
+    different scratch. A replayed kernel of an earlier group therefore reads the state that the
+    earlier group has left there, and never the state of the present group.
 
-    `memory` is that of windows and scratch, which the kernels of `processor` reach.
+    `memory` is the kind of memory that windows and scratch are made of. The kernels of `processor`
+    must be able to reach it.
     """
 
     def __init__(self, memory: Memory, processor: Processor) -> None:
@@ -30,39 +34,45 @@ class Addresses:
         self.abandon()
 
     def abandon(self) -> None:
-        """Somebody may still use what is mapped, as long as it lives: the next group has other
-        addresses.
+        """Forget all addresses, so that the next group gets new ones.
+
+        A rank calls it when a kernel or another thread may still use the memory that is mapped now.
         """
         self._windows: Places | None = None
         self._scratch: dict[tuple[int, ...], Places] = {}
         self._words: Tensor | None = None
 
     def windows(self, ranks: int, nbytes: int) -> Places:
-        """For the windows of a group: the same ones as before where they have room and are free,
-        otherwise new ones.
+        """The addresses for the windows of a group of `ranks`, of up to `nbytes` bytes each.
+
+        They are the addresses of the group before if they are large enough and nothing is mapped
+        there any more. Otherwise new addresses are reserved.
         """
         places = self._windows
         if places is not None:
             has_room = ranks <= places.count and nbytes <= places.stride
             if has_room and not places.mapped:
                 return places
-        self._windows = Places(self.memory, ranks, nbytes)
+        self._windows = Places(self.memory, count=ranks, nbytes=nbytes)
         return self._windows
 
     def scratch(self, layout: tuple[int, ...], nbytes: int) -> Tensor:
-        """uint8 [nbytes], the same memory for equal layouts until `unmap_scratch`, which keeps its
-        address.
+        """The scratch of groups with this layout, as uint8 [nbytes].
+
+        Calls with equal layouts return the same memory until `unmap_scratch`. Later calls map new
+        memory at the same address.
         """
         places = self._scratch.get(layout)
         if places is None:
-            places = Places(self.memory, 1, nbytes)
+            places = Places(self.memory, count=1, nbytes=nbytes)
             self._scratch[layout] = places
         if places.mapped:
-            return places.view(0, nbytes)
-        return places.map(0, None, nbytes)
+            return places.view(place=0, nbytes=nbytes)
+        # No descriptor: scratch is memory of this process alone.
+        return places.map(place=0, descriptor=None, nbytes=nbytes)
 
     def words(self) -> Tensor:
-        """uint8, on the host: what kernels write for it, zeros."""
+        """Host memory, uint8, in which kernels report to the host. Each call sets it to zeros."""
         if self._words is None:
             self._words = self.processor.host_memory(_WORDS_BYTES)
         return self._words.zero_()

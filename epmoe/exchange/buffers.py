@@ -14,24 +14,28 @@ from epmoe.exchange.window import Window
 
 
 class Buffers:
-    """The buffers of a plan, which kernels read and write. What they count begins at 0, and the
-    tables of where experts are say what `placement` does.
+    """The buffers of a memory plan, which the kernels of one rank read and write.
 
-    Groups that are alike have the same scratch at `addresses`. No round begins before
-    `let_rounds_begin`.
+    The constructor sets all counters to 0 and fills the tables that say which rank has which
+    expert. It does not let rounds begin: call `let_rounds_begin` once the tables of copies are
+    written, too.
+
+    Groups with the same plan and the same window addresses share one scratch, which `addresses`
+    keeps.
 
     Args:
-        plan: the sizes and places of the buffers.
-        placement: what the tables of experts say.
-        window: memory that other ranks write into.
-        addresses: where scratch is reserved.
-        seats: the ranks of this node, of which some may be empty.
+        plan: the sizes and offsets of the buffers.
+        placement: which rank has which expert.
+        window: the memory into which other ranks write.
+        addresses: reserves the scratch.
+        seats: the seats of this node, of which some may have no rank.
 
     Attributes:
-        memory: window and scratch, as the operators take them.
+        memory: the window and the scratch, in the order in which the operators take them.
         views: the buffers by name.
-        window_starts: the addresses of the ranks' windows, by seat.
-        layout: equal for groups whose CUDA graphs find the same here.
+        window_starts: the address of each rank's window in this process, by seat.
+        layout: the sizes and addresses that CUDA graphs rest on. Groups with equal layouts may
+            replay each other's graphs.
     """
 
     def __init__(
@@ -45,41 +49,47 @@ class Buffers:
         self._processor = addresses.processor
         self._seats = seats
         self.window_starts = [region.data_ptr() for region in window.regions]
-        where = *plan.as_ints(), *self.window_starts
-        scratch = addresses.scratch(where, plan.scratch_bytes)
+        sizes_and_addresses = *plan.as_ints(), *self.window_starts
+        scratch = addresses.scratch(sizes_and_addresses, plan.scratch_bytes)
         self.memory = window.local, scratch
         self.views = _views_of(plan, window.local, scratch)
-        self.layout = *where, scratch.data_ptr()
+        self.layout = *sizes_and_addresses, scratch.data_ptr()
+        # An earlier group may have left its counts in the scratch.
         for name in ("counts", *TOTALS):
             self.views[name].zero_()
         self.mark_empty_seats()
         self._write_tables(placement, plan.sizes["rank"])
 
     def mark_empty_seats(self) -> None:
-        """Nobody signals from an empty seat: what kernels find there is the signal of every round,
-        of no rows.
+        """Write the signals of seats that have no rank.
 
-        It lies in the own window, where only this rank writes and reads it.
+        Kernels wait for a signal from every seat. For an empty seat they find a signal that is
+        valid in every round and announces no rows. This rank writes it into its own window, so each
+        rank sees its own copy.
         """
         self._processor.mark_empty_seats(self.views, self._seats.empty)
 
     def write_copies(self, placement: Placement) -> None:
-        """The copies of each expert, where none moves: `LiveExperts` writes quotas instead."""
+        """Write the table that lists the copies of each expert.
+
+        Only groups whose experts stay in place need it. Where experts move, `LiveExperts` writes
+        quotas into the same buffer.
+        """
         self.views["table.copies"].copy_(placement.copies_table())
         self.views["table.num_copies"].copy_(placement.num_copies())
 
     def let_rounds_begin(self) -> None:
-        """Let rounds begin, once all tables are written: replays of graphs of earlier groups take
-        part from here on.
+        """Let rounds begin. The caller has written all tables before.
 
-        A kernel reads the tables before it looks at the state. On a GPU those that have read
-        earlier tables end first.
+        Replays of CUDA graphs that an earlier group has captured take part in rounds from here on.
+        A kernel reads the tables before it reads the state. So this method first waits until all
+        kernels that may have read old tables have ended, and then resets the state.
         """
         self._processor.finish()
         self.views["state"].zero_()
 
     def _write_tables(self, placement: Placement, seat: int) -> None:
-        """Where experts are, as kernels read it."""
+        """Write the tables by which kernels find the experts, for the rank in this seat."""
         views = self.views
         views["table.expert_map"].copy_(placement.expert_map(seat))
         views["table.owners"].copy_(torch.tensor(placement.owners))
@@ -95,7 +105,7 @@ def _views_of(plan: MemoryPlan, window: Tensor, scratch: Tensor) -> dict[str, Te
     regions = {"window": window, "scratch": scratch}
     views = {}
     for buffer in plan.buffers:
-        # Those of the rail have memory of their own.
+        # Buffers of the region "rail" lie in memory of their own, which epmoe/rail allocates.
         if buffer.region in regions:
             views[buffer.name] = buffer.view(regions[buffer.region])
     return views

@@ -1,4 +1,4 @@
-"""The CPU, whose calls run where they are made: all have ended when they return."""
+"""The CPU as a processor of exchanges. Its operators have finished all work when they return."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class Cpu(Processor):
 
     @classmethod
     def named(cls, config: EPConfig, device: torch.device) -> torch.device:
-        """Without the number of "cpu:0"."""
+        """The device "cpu", also for "cpu:0": tensors of the CPU name their device so."""
         return torch.device("cpu")
 
     def load(self) -> None:
-        # The first look at an operator does it.
+        # The module `ops` builds or loads the library when an operator is first looked up.
         _ = ops.dispatch
 
     def check(self, config: EPConfig) -> None:
-        """All kernels run on any CPU."""
+        """Raises nothing: all kernels run on any CPU."""
 
     def plan(self, config: EPConfig, seat: int, placement: Placement, peers: Peers) -> MemoryPlan:
         return MemoryPlan.build(config, seat, placement, nvlink=False)
@@ -76,7 +76,7 @@ class Cpu(Processor):
         return False
 
     def progress_at(self, words: int, views: Mapping[str, Tensor]) -> int:
-        """A part of the state of rounds."""
+        """`Progress` is a part of the buffer "state", so the address `words` is not needed here."""
         offset: int = struct("RoundState").progress.offset
         return views["state"].data_ptr() + offset
 
@@ -84,24 +84,28 @@ class Cpu(Processor):
         return NoWatch()
 
     def mark_empty_seats(self, views: Mapping[str, Tensor], empty: list[int]) -> None:
-        of_header = struct("RoundHeader").empty.offset // 4
+        empty_field = struct("RoundHeader").empty.offset // 4  # as an index of int32 words
         for name in ("signal.dispatch", "signal.combine"):
-            views[name].view(torch.int32)[empty, of_header] = 1
+            views[name].view(torch.int32)[empty, empty_field] = 1
 
     def memory_of_unread_y(self, rows: Tensor, nbytes: int) -> Tensor:
-        """`abort` writes no y."""
+        """No bytes, since `abort` writes no y on the CPU."""
         return rows[:0].view(torch.uint8)
 
     def abort(self, rounds: RoundState, memory: tuple[Tensor, Tensor], unread_y: Tensor) -> None:
-        """One signal tells the others, whatever the state."""
+        """Open combine without rows. This one signal tells the other ranks in each state of the
+        round, and the CPU has no lines to re-arm.
+        """
         sent = rounds.sent
         ops.combine(sent.template.like, None, *memory, sent.descriptor)
 
     def turn_replays_away(self, state: Tensor, group: int) -> None:
-        """CPUs have no graphs."""
+        """Does nothing, since CPUs have no graphs that could be replayed."""
 
 
 class _HostPeek(Peek):
+    """A `Peek` at host memory, which is copied at once."""
+
     def __init__(self, buffers: tuple[Tensor, ...]) -> None:
         self._buffers = buffers
 
@@ -110,6 +114,8 @@ class _HostPeek(Peek):
 
 
 class _HostLane(Lane):
+    """A `Lane` on the CPU: each copy has ended when its call returns."""
+
     def __init__(self, board: Tensor) -> None:
         self._board = board
 
@@ -122,7 +128,8 @@ class _HostLane(Lane):
         return ops.read_words(self._board).view(self._board.shape)
 
     def copy(self, to: Tensor, source: Tensor) -> None:
-        with torch.inference_mode():  # weights that were loaded in it could not be written outside
+        # Weights that were loaded in inference mode cannot be written outside of it.
+        with torch.inference_mode():
             to.copy_(source)
 
     def readable(self, source: Tensor) -> Tensor:
@@ -149,11 +156,13 @@ class HostCopies(WeightCopies):
 
     def free(self, own: Tensors, spare: Tensors, weights: Tensors) -> Tensors:
         free = {}
+        # A weight uses either its own tensor or the spare one: the other one of the two is free.
         for name, weight in weights.items():
-            own_serves = own[name].data_ptr() == weight.data_ptr()
-            free[name] = spare[name] if own_serves else own[name]
+            uses_own = own[name].data_ptr() == weight.data_ptr()
+            free[name] = spare[name] if uses_own else own[name]
         return free
 
     def use(self, staged: Tensors, weights: Tensors) -> None:
+        # No copy: the parameter takes over the memory of the staged tensor.
         for name, weight in weights.items():
             weight.data = staged[name]

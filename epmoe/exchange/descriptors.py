@@ -1,5 +1,7 @@
-"""Descriptors: int64 in host memory, an `ExchangeDescriptor` of csrc/exchange.h and the addresses
-of all windows.
+"""Descriptors: what the operators of a round read about the exchange and the kind of the call.
+
+A descriptor is an int64 tensor in host memory. It begins with the struct `ExchangeDescriptor` of
+csrc/exchange.h, and the addresses of all windows follow.
 """
 
 from __future__ import annotations
@@ -16,21 +18,25 @@ from epmoe.native.layouts import struct, words
 
 
 class WeightUse(NamedTuple):
-    """What a round of training does with the weights of pairs."""
+    """What a round of training does with the weights of (token, expert) pairs."""
 
     adds_only: bool
-    """combine adds without weights"""
+    """whether combine adds the experts' rows without multiplying them by weights"""
     returns_values: bool
-    """combine brings a value of each pair back"""
+    """whether combine also brings one value of each pair back to the pair's source"""
     keeps_zeros: bool = True
-    """pairs of weight 0 have a row, too, since their weight has a gradient"""
+    """whether pairs of weight 0 get a row, too. They need one where the weight has a gradient."""
 
 
 class Descriptors:
-    """The descriptors of one rank. Calls with the same flags share one.
+    """The descriptors of one rank. Calls with the same flags share one descriptor.
 
-    `status` is the address of the status words, `windows` those of the ranks' windows. `zero_gaps`:
-    on GPUs dispatch zeroes the rows between segments.
+    Args:
+        plan: the memory plan of this rank.
+        status: the address of the status words in host memory.
+        windows: the addresses of the ranks' windows, by seat.
+        deadlines: how long a wait in a round may take.
+        zero_gaps: whether dispatch on GPUs fills the rows between the experts' segments with zeros.
     """
 
     def __init__(
@@ -41,7 +47,7 @@ class Descriptors:
         deadlines: Deadlines,
         zero_gaps: bool,
     ) -> None:
-        self._of_all = {
+        self._common_fields = {
             "first_timeout_ns": round(deadlines.first_s * 1e9),
             "timeout_ns": round(deadlines.later_s * 1e9),
             "status": status,
@@ -49,61 +55,83 @@ class Descriptors:
         self._zero_gaps = zero_gaps
         self._plan = plan
         self._windows = windows
-        self._made: dict[tuple[bool, ...], Tensor] = {}
-        self._of_training: dict[tuple[object, ...], Tensor] = {}
+        self._descriptors: dict[tuple[bool, ...], Tensor] = {}
+        self._training_descriptors: dict[tuple[object, ...], Tensor] = {}
         self._plan_type = struct("ExchangePlan")
         self._type = struct("ExchangeDescriptor")
 
     def any(self) -> Tensor:
-        """The descriptor of some call so far."""
-        return next(iter(self._made.values()))
+        """Return any descriptor that exists, for a caller who needs none of its flags."""
+        return next(iter(self._descriptors.values()))
 
     def of(self, expert_major: bool, weight_rows: bool, aligned: bool) -> Tensor:
-        """Make, or find, the descriptor of calls with these flags. `aligned`: each expert's segment
-        begins at a multiple of the alignment.
+        """Find the descriptor of calls with these flags, or make it.
+
+        Args:
+            expert_major: whether the layout of the call is "expert".
+            weight_rows: whether dispatch multiplies rows by their weights.
+            aligned: whether each expert's segment begins at a multiple of the alignment.
+
+        Returns:
+            The descriptor, which callers share and leave unchanged.
         """
         flags = expert_major, weight_rows, aligned
-        if flags not in self._made:
+        if flags not in self._descriptors:
             zero_gaps = aligned and self._zero_gaps
             of_round = {
                 "expert_major": expert_major,
                 "weight_rows": weight_rows,
                 "zero_gaps": zero_gaps,
             }
-            # Without gaps, every row is a multiple.
+            # With an alignment of 1, segments follow one another without gaps.
             without_gaps = {}
             if not aligned:
                 without_gaps = {"alignment": 1, "small_alignment": 1}
             plan = self._plan.as_ints(**without_gaps)
-            # Fields of training are 0.
-            fields = words("ExchangeDescriptor", defaultdict(int, self._of_all | of_round))
+            # The fields that only rounds of training use are 0.
+            of_descriptor = defaultdict(int, self._common_fields | of_round)
+            fields = words("ExchangeDescriptor", of_descriptor)
             values = [*plan, *fields, *self._windows]
-            self._made[flags] = torch.tensor(values, dtype=torch.int64, device="cpu")
-        return self._made[flags]
+            self._descriptors[flags] = torch.tensor(values, dtype=torch.int64, device="cpu")
+        return self._descriptors[flags]
 
     def of_training(self, descriptor: Tensor, weight_use: WeightUse, num_sms: int) -> Tensor:
-        """Make, or find, the descriptor of rounds of training like `descriptor`, for
-        `dispatch_to_caller`. `num_sms`: the most multiprocessors of a kernel.
+        """Find the descriptor of rounds of training, or make it from that of other rounds.
+
+        Args:
+            descriptor: what `of` has returned for the flags of the call.
+            weight_use: what the round does with the weights of pairs.
+            num_sms: how many multiprocessors a kernel may take at most.
+
+        Returns:
+            The descriptor that the operator `dispatch_to_caller` takes.
         """
         key = (descriptor.data_ptr(), weight_use, num_sms)
-        made = self._of_training.get(key)
+        made = self._training_descriptors.get(key)
         if made is None:
             made = descriptor.clone()
+            # Both structs view the words of the tensor, so assignments below change it.
             plan = self._plan_type.from_address(made.data_ptr())
             fields = self._type.from_address(made.data_ptr())
             plan.num_sms = min(plan.num_sms, num_sms)
-            plan.small_alignment = plan.alignment  # as `Routed` has it
-            fields.zero_gaps = plan.alignment > 1  # gradients of weights read gaps
+            # Segments of training have one alignment, however few tokens a call brings.
+            plan.small_alignment = plan.alignment
+            # The GEMMs for gradients of weights read the rows of gaps, too.
+            fields.zero_gaps = plan.alignment > 1
             fields.to_caller = True
             fields.keeps_zeros = weight_use.keeps_zeros
             fields.adds_only = weight_use.adds_only
             fields.returns_values = weight_use.returns_values
-            self._of_training[key] = made
+            self._training_descriptors[key] = made
         return made
 
     def return_values(self, descriptor: Tensor, row_values: Tensor, pair_values: Tensor) -> None:
-        """Let combine by the descriptor of a round of training bring values back: `row_values` fp32
-        [N] to `pair_values` fp32 [T, K].
+        """Write into the descriptor of a round of training which values combine brings back.
+
+        Args:
+            descriptor: changed in place.
+            row_values: fp32 [N], a value of each expert-major row on this rank.
+            pair_values: fp32 [T, K], where combine writes the values of this rank's pairs.
         """
         fields = self._type.from_address(descriptor.data_ptr())
         fields.row_values = row_values.data_ptr()

@@ -1,13 +1,17 @@
-"""What else a token brings to a round: `extra` of a call of dispatch, bytes of any dtype behind the
-elements of x.
+"""Extra bytes that a token brings to a round: the argument `extra` of dispatch.
+
+The extra bytes travel behind the elements of the token's row of x, and every stage copies the
+longer row as it is:
 
     x | 12 bytes, a word of zeros | 12 bytes, a word of zeros | …
 
-A row in a dtype with scales has whole blocks of them, of which those without elements of x have a
-scale of 1. Where D is no multiple of a block, a row is longer in rounds without `extra`, too: it
-brings `NOTHING`, which is zeros. Every stage copies the longer row as it is. The last word of a
-line of 16 bytes stays zeros: the LL protocol does not carry all its values (docs/protocol.md, "LL
-lines").
+Each line of 16 bytes holds 12 extra bytes. Its last word stays 0, since the LL protocol cannot
+carry every value in that word (docs/protocol.md, "LL lines").
+
+Rows that are quantized have whole blocks of elements, with one scale a block. A block that holds
+only extra bytes has a scale of 1. If the hidden size D is no multiple of a block, a row is filled
+up with zeros to whole blocks, in rounds without `extra`, too. In the code such a row brings
+`NOTHING`.
 """
 
 from __future__ import annotations
@@ -36,60 +40,71 @@ class Extra(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a token, without the zeros."""
+        """Bytes that a token brings, without the words of zeros between them."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def width(self, D: int, wire: WireFormat, dtype: torch.dtype) -> int:
-        """Elements of the longer row, of an x [T, D] of `dtype`."""
+        """Elements of the longer row, where x has D elements of `dtype` in a row."""
         return wire.width(D, self.nbytes, dtype)
 
     def behind(
         self, x: Tensor, scales: Tensor | None, given: Tensor | Extra, wire: WireFormat
     ) -> tuple[Tensor, Tensor | None]:
-        """Put the extra bytes behind the rows of a call. Returns the longer rows and their scales,
-        quantized if `wire` has scales.
+        """Put the extra bytes of each token behind its row of x.
 
-        Where `given` is no tensor, x and scales are the beginnings of rows that are longer already.
+        Args:
+            x: rows [T, D].
+            scales: the scales of rows that are quantized already, otherwise None.
+            given: the extra bytes, a tensor [T, …]. An `Extra` in place of a tensor says that the
+                bytes lie in memory behind each row of x already, and that x and `scales` only view
+                the beginnings of longer rows.
+            wire: the format in which rows travel.
+
+        Returns:
+            The longer rows and their scales. If the format has scales, rows are quantized here.
         """
         T, D = x.shape
         width = self.width(D, wire, x.dtype)
         blocks = wire.num_scales(width)
-        # The bytes are there already, within the stride of a row.
+        # The bytes are there already: view each row with them, within its stride.
         if not isinstance(given, Tensor):
             x = x.as_strided((T, width), x.stride())
             if scales is not None:
                 scales = scales.as_strided((T, blocks), scales.stride())
             return x, scales
 
-        # The row as it travels, since its bytes lie behind that.
+        # Quantize first: extra bytes lie behind the row in its quantized form.
         if wire.scale and scales is None:
             x, scales = ops.quantize_fp8(contiguous_rows(x), None, T, wire.block)
         if scales is not None:
             scales = F.pad(scales, (0, blocks - wire.num_scales(D)), value=1.0)
 
-        # Fill complete lines behind the row. The protocol leaves `EXTRA_IN_LINE` bytes of each.
+        # Spread the bytes over complete lines, of which each holds `EXTRA_IN_LINE` bytes.
         lines = (width - D) * x.itemsize // LINE_BYTES
         tokens = given.reshape(T, math.prod(self.shape)).contiguous().view(torch.uint8)
         padded = F.pad(tokens, (0, lines * EXTRA_IN_LINE - self.nbytes))
         in_lines = padded.view(T, lines, EXTRA_IN_LINE)
         tail = F.pad(in_lines, (0, LINE_BYTES - EXTRA_IN_LINE)).view(T, lines * LINE_BYTES)
 
-        # Copy bits, in as few elements as possible.
+        # Join both as int64: the bits stay as they are, and the copy has few elements.
         rows = torch.cat([part.view(torch.int64) for part in (aligned_rows(x), tail)], 1)
         return rows.view(x.dtype), scales
 
     def read(self, rows: Tensor, D: int) -> Tensor:
-        """[…, *shape] of longer rows […, width]: a view up to 12 bytes a token, else a copy."""
+        """Read the extra bytes of longer rows […, width], as […, *shape] of `dtype`.
+
+        The result is a view if a token has up to 12 bytes, and a copy otherwise.
+        """
         tail = rows[..., D:].view(torch.uint8)
         if self.nbytes > EXTRA_IN_LINE:
-            # Several lines: what lies between them falls out in a copy.
+            # Several lines: a copy leaves out the words of zeros between them.
             in_lines = tail.unflatten(-1, (-1, LINE_BYTES))[..., :EXTRA_IN_LINE]
             tail = in_lines.flatten(-2)[..., : self.nbytes].contiguous()
         return tail[..., : self.nbytes].view(self.dtype).view(*rows.shape[:-1], *self.shape)
 
 
 NOTHING = Extra(torch.uint8, (0,))
-"""What tokens bring in rounds without `extra` in which rows need whole blocks."""
+"""No extra bytes. It stands for rows that are only filled up to whole blocks."""
 
 
 def check_extra(given: object, T: int, device: torch.device, most_bytes: int) -> None:

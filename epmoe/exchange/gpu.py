@@ -1,4 +1,7 @@
-"""A GPU. The host runs ahead of it, and copies of its own streams and copy engines wait for no
+"""A GPU as a processor of exchanges.
+
+The host runs ahead of the GPU: a call returns before its kernels have run. What the host has to
+read or write meanwhile, it copies on streams of its own by the copy engines, which wait for no
 kernel.
 """
 
@@ -35,9 +38,9 @@ from epmoe.native import ops
 from epmoe.native.layouts import constant, struct
 from epmoe.native.streams import HIGH, own_stream
 
-# Between two looks at copies of weights.
-_GLANCE_S = 2e-4
-# From when on copies of weights, and what was launched, are late.
+# The time between two looks whether copies of weights have ended.
+_POLL_INTERVAL_S = 2e-4
+# After so long the host gives up waiting for copies of weights, or for the whole GPU.
 _LATE_S = 60.0
 
 
@@ -72,7 +75,7 @@ class Gpu(Processor):
         for rank in range(placement.ep_size):
             plan = MemoryPlan.build(config, rank, placement, nvlink=True)
             needed = max(needed, shared_bytes_needed(plan))
-        # torch does not declare all of them.
+        # `Any`, since torch's type stubs lack some properties.
         properties: Any = torch.cuda.get_device_properties(self.device)
         available = properties.shared_memory_per_block_optin
         if needed > available:
@@ -135,14 +138,14 @@ class Gpu(Processor):
         return False
 
     def progress_at(self, words: int, views: Mapping[str, Tensor]) -> int:
-        """Behind the status words."""
+        """`Progress` follows the status words in the host memory at `words`."""
         return words + ctypes.sizeof(struct("Status"))
 
     def watch(self, views: Mapping[str, Tensor]) -> Watch:
         return WatchOfGpu(views)
 
     def mark_empty_seats(self, views: Mapping[str, Tensor], empty: list[int]) -> None:
-        """Write the signals of seats without a rank, which kernels then find there."""
+        """Write a signal for each seat without a rank. Every round finds it valid."""
         # Words of 8 bytes: an epoch in the low half, which each round takes for its own, and a
         # value in the high half.
         epoch = constant("kEmptySeat")
@@ -159,15 +162,17 @@ class Gpu(Processor):
         views["signal.combine"].view(torch.int64)[empty, 0] = no_rows
 
     def memory_of_unread_y(self, rows: Tensor, nbytes: int) -> Tensor:
-        """The expert-major rows, or memory of its own where these are few, or of fp8."""
+        """The memory of the expert-major rows if it has `nbytes` bytes, otherwise new memory."""
         row_bytes = rows.flatten().view(torch.uint8)
         if row_bytes.numel() >= nbytes:
             return row_bytes
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def abort(self, rounds: RoundState, memory: tuple[Tensor, Tensor], unread_y: Tensor) -> None:
-        """A launch waits for nobody. It receives what others send, since LL lines must be
-        re-armed.
+        """Launch the phases that are left of the open round, without rows of this rank.
+
+        The launch itself waits for no rank. The receive phases must run, too: lines of the LL
+        protocol that other ranks send have to be re-armed for the next round.
         """
         sent = rounds.sent
         if rounds.state == SENT:
@@ -178,7 +183,7 @@ class Gpu(Processor):
             ops.combine_recv(rounds.y, None, *memory, sent.descriptor)
 
     def turn_replays_away(self, state: Tensor, group: int) -> None:
-        # A latched state, whose failure names this group.
+        # Kernels do nothing in a latched state. Its failure tells the host which group it was.
         latched = struct("RoundState")()
         latched.latched = 1
         failure = struct("Status").from_buffer(latched, struct("RoundState").failure.offset)
@@ -188,7 +193,7 @@ class Gpu(Processor):
         self.finish()
 
     def _finish_in_time(self) -> None:
-        """Raises TimeoutError."""
+        """Wait until the GPU has done all work. Raises TimeoutError after `_LATE_S` seconds."""
         if not self.ends(_LATE_S):
             raise TimeoutError(
                 f"{self.device} has not done within {_LATE_S} s what was launched on it"
@@ -196,7 +201,9 @@ class Gpu(Processor):
 
 
 def _check_limits(config: EPConfig) -> None:
-    """Raise ValueError for numbers that kernels do not take, by the key that the caller has set."""
+    """Raise ValueError if the config has more ranks or experts than the kernels support. The error
+    names the key that the user has set.
+    """
     ranks = "`topology.max_ranks`" if config.topology.max_ranks else "`topology.ep_size`"
     experts = "`model.num_experts` with copies"
     if config.placement.live:
@@ -212,10 +219,11 @@ def _check_limits(config: EPConfig) -> None:
 
 
 def _unread_y(sent: Sent, memory: Tensor) -> Tensor:
-    """A y [T, D] for a combine without rows: memory that exists, since an abort allocates nothing.
+    """View `memory` as the output y [T, D] of a combine without rows. Nobody reads this y.
 
-    It lies over the expert-major rows. A combine without rows does not read them, and other ranks
-    write into them only after this rank has opened its next dispatch, a later kernel.
+    An abort must work after any error, so it allocates nothing, and y takes the memory of the
+    expert-major rows. That is safe: a combine without rows does not read them. Other ranks write
+    into them only after this rank has opened its next dispatch, which is a later kernel.
     """
     T = sent.num_tokens
     D = sent.template.shape.hidden_size
@@ -225,23 +233,26 @@ def _unread_y(sent: Sent, memory: Tensor) -> Tensor:
 
 @cache
 def peek_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all buffers: the driver has few queues, in which a copy may wait behind a kernel of
-    another stream. Streams of models rarely have its priority, nor then its queue.
+    """The stream on which every `GpuPeek` of a device copies.
+
+    It is one stream for all buffers, since the driver has few hardware queues, and a copy may wait
+    in its queue behind a kernel of another stream. Its priority is high: streams of models rarely
+    have this priority, and so they rarely share its queue.
     """
     return own_stream(device, HIGH)
 
 
 class GpuPeek(Peek):
-    """A `Peek` on a stream that no kernel is on, by the copy engines."""
+    """A `Peek` by copy engines, on a stream on which no kernel runs."""
 
     def __init__(self, buffers: tuple[Tensor, ...]) -> None:
         self._buffers = buffers
         self._stream = peek_stream(buffers[0].device)
         self._event = torch.cuda.Event()
         self._lock = RLock()
-        # There is a copy whose reader did not wait for it.
+        # Whether a copy was started whose reader gave up before it came.
         self._under_way = False
-        # A later read outside inference mode must be able to write them.
+        # These tensors must not be inference tensors: reads outside of inference mode write them.
         with torch.inference_mode(False):
             self._copies = [
                 torch.empty_like(buffer, device="cpu", pin_memory=True) for buffer in buffers
@@ -250,7 +261,7 @@ class GpuPeek(Peek):
     def read_within(self, timeout_s: float) -> list[Tensor] | None:
         until_s = time.monotonic() + timeout_s
         with self._lock:
-            # The copies are written by one at a time.
+            # An earlier copy still writes the same host memory: wait for it first.
             if self._under_way and not self._has_come(until_s):
                 return None
             with torch.cuda.stream(self._stream):
@@ -263,7 +274,7 @@ class GpuPeek(Peek):
             return [copy.clone() for copy in self._copies]
 
     def _has_come(self, until_s: float) -> bool:
-        """Whether the copy is here, by then at the latest."""
+        """Wait for the copy until `until_s` at most. Returns whether it is here."""
         if until_s == math.inf:
             self._event.synchronize()
         self._under_way = not first_answer(self._event.query, until_s)
@@ -278,6 +289,7 @@ class GpuLane(Lane):
         self._uploads = own_stream(board.device)
         self._stream = own_stream(board.device, HIGH)
         self._event = torch.cuda.Event()
+        # The board on the host, and whether a copy of it is on its way.
         self._read = torch.empty(board.shape, dtype=torch.int64, pin_memory=True)
         self._reading = False
 
@@ -289,6 +301,7 @@ class GpuLane(Lane):
             self._stream.wait_stream(stream)
 
     def words(self) -> Tensor | None:
+        # One call starts the copy. A later call finds it, and the call after that starts the next.
         if self._reading:
             if not self._event.query():
                 return None
@@ -340,7 +353,8 @@ class GpuCopies(WeightCopies):
             self._await_end()
 
     def owned(self, mapped: Tensors) -> Tensors:
-        # They are this stream's.
+        # Allocate on the caller's stream, to which the tensors then belong. They must not be
+        # inference tensors, which could not be written outside of inference mode.
         with torch.inference_mode(False):
             owned = {name: torch.empty_like(value) for name, value in mapped.items()}
         with self.running():
@@ -349,14 +363,17 @@ class GpuCopies(WeightCopies):
         return owned
 
     def free(self, own: Tensors, spare: Tensors, weights: Tensors) -> Tensors:
+        # The model always uses its own tensors, since `use` copies into them.
         return spare
 
     @torch.inference_mode()
     def use(self, staged: Tensors, weights: Tensors) -> None:
-        """Copy, since CUDA graphs have the addresses of the weights."""
+        """Copy the staged values into the weights. The weights keep their memory, since CUDA graphs
+        hold its addresses.
+        """
         for name, weight in weights.items():
             weight.copy_(staged[name])
 
     def _await_end(self) -> None:
-        if not first_answer(self._end.query, time.monotonic() + _LATE_S, _GLANCE_S):
+        if not first_answer(self._end.query, time.monotonic() + _LATE_S, _POLL_INTERVAL_S):
             raise TimeoutError(f"copies of weights have not ended within {_LATE_S} s")

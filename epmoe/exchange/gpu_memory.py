@@ -1,5 +1,7 @@
-"""Memory of a GPU, by the virtual memory management of CUDA's driver. Its descriptors map it on
-other GPUs, too.
+"""Memory of a GPU that other processes can map on their GPUs, too.
+
+It uses the virtual memory management of CUDA's driver (`cuMemCreate`, `cuMemMap`), which gives each
+piece of memory a file descriptor. torch's allocator has no such memory.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ _READ_WRITE = 3  # of `CUmemAccess_flags`
 _RECOMMENDED = 1  # of `CUmemAllocationGranularity_flags`
 _RELAXED = 2  # of `CUstreamCaptureMode`
 _OUT_OF_MEMORY = 2  # of `CUresult`
+# The argument types of the driver's functions that are called here, for ctypes.
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuMemGetAllocationGranularity": (c_void_p, c_void_p, c_int),
     "cuMemAddressReserve": (c_void_p, c_size_t, c_size_t, c_uint64, c_uint64),
@@ -56,10 +59,10 @@ class _Access(Structure):  # CUmemAccessDesc
 
 
 class GpuMemory:
-    """A `Memory` of one GPU, whose kernels reach all that it maps.
+    """The `Memory` of one GPU. The kernels of this GPU reach all memory that it maps.
 
-    `wait` returns once nothing that was launched uses the memory any more: by default all that the
-    GPU has to do.
+    `wait` is called before memory is unmapped. It must return only when no work that was launched
+    can use the memory any more. By default it waits for all work of the GPU.
     """
 
     stays_readable = False
@@ -70,11 +73,11 @@ class GpuMemory:
         self._driver = ctypes.CDLL("libcuda.so.1")
         for name, arguments in _ARGUMENTS.items():
             getattr(self._driver, name).argtypes = arguments
-        # The properties of this memory, for the driver.
+        # How the driver is to make this memory, and who may read and write it.
         location = _Location(_DEVICE, device.index)
         self._properties = _Properties(_PINNED, _POSIX_DESCRIPTOR, location)
         self._access = _Access(location, _READ_WRITE)
-        # Sizes and addresses are its multiples.
+        # The driver wants sizes and addresses that are multiples of this granularity.
         granule = c_size_t()
         self._call(
             "cuMemGetAllocationGranularity",
@@ -101,15 +104,16 @@ class GpuMemory:
             )
         finally:
             self._call("cuMemRelease", handle)  # the descriptor keeps the memory
-        # A program that is started would otherwise keep the memory.
+        # A program that this process starts must not inherit the descriptor: it would keep the
+        # memory alive.
         os.set_inheritable(descriptor.value, False)
         return descriptor.value
 
     def map(self, descriptor: int | None, address: int, nbytes: int, times: int = 1) -> None:
-        """Map memory, perhaps that of another GPU. Raises RuntimeError if this GPU does not reach
-        it.
+        """Map memory, which may be that of another GPU. Raises RuntimeError if this GPU cannot
+        reach it.
         """
-        # The memory: new, or that of a descriptor.
+        # Get a handle of the memory: new memory, or that of the descriptor.
         if descriptor is None:
             handle = self._new(nbytes)
         else:
@@ -124,33 +128,34 @@ class GpuMemory:
                     undo.callback(self._call, "cuMemUnmap", begin, nbytes)
             finally:
                 self._call("cuMemRelease", handle)  # the mappings keep the memory
-            # This call takes long, so there is one for all pieces.
+            # Allow access to all pieces by one call, since each call takes long.
             self._call("cuMemSetAccess", address, times * nbytes, byref(self._access), 1)
             undo.pop_all()
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Waits first: kernels may still use it."""
+        """Wait until no kernel can use the memory, then unmap it."""
         self._wait()
         self._call("cuMemUnmap", address, nbytes)
 
     def relax_captures(self) -> None:
-        """Let this thread do from now on what CUDA refuses to all threads while one of them
-        captures a graph.
+        """Allow this thread to map and unmap memory while another thread captures a CUDA graph.
+
+        By default CUDA refuses such calls to all threads during a capture.
         """
         with torch.cuda.device(self.device):
-            # A thread has no context before its first call of the runtime.
+            # A thread has no CUDA context before its first call of the runtime: this is one.
             torch.cuda.is_current_stream_capturing()
             self._call("cuThreadExchangeStreamCaptureMode", byref(c_int(_RELAXED)))
 
     def _new(self, nbytes: int) -> c_uint64:
-        """The handle of new memory, which the caller releases."""
+        """Allocate memory. The caller releases the handle that this returns."""
         handle = c_uint64()
         self._call("cuMemCreate", byref(handle), nbytes, byref(self._properties), 0)
         return handle
 
     def _call(self, function: str, *arguments: Any) -> None:
-        """Call the driver. Raises MemoryError if memory is short, and RuntimeError for any other
-        error.
+        """Call a function of the driver by name. Raises MemoryError if memory is short, and
+        RuntimeError for any other error.
         """
         code = getattr(self._driver, function)(*arguments)
         if not code:

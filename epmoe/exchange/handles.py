@@ -18,7 +18,10 @@ Layout = Literal["expert", "rank"]
 
 
 class HoldsWindows:
-    """What cannot leave its process: pickling and copying, also by deepcopy, raise TypeError."""
+    """A base class of objects that hold windows, and so cannot leave their process.
+
+    Pickling and copying them, also by `copy.deepcopy`, raises TypeError.
+    """
 
     __slots__ = ()
 
@@ -30,8 +33,10 @@ class HoldsWindows:
 
 
 class RoundShape(NamedTuple):
-    """The shape that calls of a round share on all ranks, besides the tag. Dtypes of ids and
-    weights may differ.
+    """The properties of a call by which this rank finds the `RoundTemplate` of a round.
+
+    In one round they must be equal on all ranks, except for the dtypes of ids and weights. The tag
+    of the layer must be equal, too, but is not a part of the shape.
     """
 
     hidden_size: int
@@ -46,40 +51,50 @@ class RoundShape(NamedTuple):
     weight_rows: bool = False
     """`apply_router_weight_on_input`"""
     aligned: bool = False
+    """whether each expert's segment of rows begins at a multiple of the alignment"""
     extra: Extra | None = None
     """dtype and shape of what travels behind each row"""
 
     @classmethod
     def of(cls, config: EPConfig, dtype: torch.dtype | None = None) -> RoundShape:
-        """The shape of a round with the config's D and K, and x in `dtype`, by default the
-        config's.
+        """The shape of a round with the hidden size and the experts per token of the config.
+
+        x has `dtype`, by default the dtype of the config.
         """
         model = config.model
-        return cls(model.hidden_size, model.num_experts_per_tok, dtype or model.torch_dtype)
+        return cls(
+            hidden_size=model.hidden_size,
+            top_k=model.num_experts_per_tok,
+            dtype=dtype or model.torch_dtype,
+        )
 
 
 class _OfLayout(HoldsWindows):
-    """A value of a round that only one layout has. Reading it in the other layout raises
-    AttributeError.
+    """A base class of values of a round of which some exist with one layout only.
+
+    Reading such a value in a round of the other layout raises AttributeError, which names the value
+    and the layout.
     """
 
     __slots__ = ("_extra",)
 
-    _name: ClassVar[str]  # as callers know it
-    _lacking: ClassVar[Layout]  # the layout that has only some
+    _name: ClassVar[str]  # what users call an object of the class, for the error
+    _lacking: ClassVar[Layout]  # the layout in which values are missing
     _extra: Callable[[], Tensor] | None
 
     @property
     def extra(self) -> Tensor | None:
-        """[…, *shape], for each row the `extra` of its token; None in rounds without. Up to 12
-        bytes a token it is a view, as valid as the rows; above, each look makes a copy. What it
-        holds where no token is, is undefined, as in the rows. Raises AttributeError with the other
-        layout.
+        """The extra bytes of each row's token, as [… of the rows, *shape of the bytes]; None in
+        rounds without.
+
+        If a token has up to 12 bytes, this is a view that is valid as long as the rows are. With
+        more bytes, each access makes a copy. Rows without a token have undefined values here, too.
+        Raises AttributeError in a round of the other layout.
         """
         return None if self._extra is None else self._extra()
 
     def __getattr__(self, name: str) -> object:
-        # Python asks here only where the slot of the name is empty, or where there is none.
+        # Python calls this only if the slot of the name was never assigned, or does not exist.
         is_value = name in type(self).__slots__ or name in ("extra", "_extra")
         if not is_value:
             raise AttributeError(name)
@@ -88,7 +103,7 @@ class _OfLayout(HoldsWindows):
 
 
 class Slabs(NamedTuple):
-    """Values of `Received` that exist with layout="rank" only."""
+    """Values of `Received` that exist with layout="rank" only. It describes their shapes."""
 
     x: Tensor
     scales: Tensor | None
@@ -128,7 +143,7 @@ class Received(_OfLayout):
     weights: Tensor
 
     def __init__(self, counts: Tensor, slabs: Slabs | None) -> None:
-        """`slabs` is None with layout="expert"."""
+        """Make the value of a round. `slabs` is None with layout="expert"."""
         self.counts = counts
         # Without slabs these slots stay empty, and `_OfLayout.__getattr__` refuses to read them.
         if slabs is not None:
@@ -147,7 +162,7 @@ class Received(_OfLayout):
 
 @dataclass(slots=True)
 class ExpertMajor:
-    """Values of `Dispatched` that exist with layout="expert" only."""
+    """Values of `Dispatched` that exist with layout="expert" only. It describes their shapes."""
 
     rows: Tensor
     scales: Tensor | None
@@ -159,7 +174,11 @@ class ExpertMajor:
 
 @dataclass(slots=True)
 class RoundTemplate:
-    """The views and settings that rounds of one shape share, since the buffers never move."""
+    """The views and settings that all rounds of one shape share.
+
+    They can be shared since the buffers of an exchange never move. `Templates` makes one template
+    for each shape.
+    """
 
     shape: RoundShape
     descriptor: Tensor | None  # of `Descriptors.of`; None over several nodes
@@ -171,17 +190,17 @@ class RoundTemplate:
     recv: Received
     expert_major: ExpertMajor | None  # None with layout="rank"
 
-    # Of a round: `small_alignment` where the call brings at most `small_alignment_tokens`, whatever
-    # the other ranks bring, and otherwise `alignment`.
+    # A round takes `small_alignment` if this rank's call brings at most `small_alignment_tokens`
+    # tokens, however many the other ranks bring. Otherwise it takes `alignment`.
     small_alignment_tokens: int
     small_alignment: int
     alignment: int
 
     rows_per_token: float  # rows of an expert for each token of a rank, on average: R · K / P
-    # A y [0, D]: `new_empty` of it costs the host less than `torch.empty`, and an abort needs
-    # some y.
+    # An empty y [0, D], of the dtype and device of the round's y. Its `new_empty` makes a y in less
+    # time of the host than `torch.empty`, and an abort passes it as a y that nobody writes.
     like: Tensor
-    rounds: ReferenceType[Any]  # the `RoundState` of the exchange that has made it
+    rounds: ReferenceType[Any]  # the `RoundState` of the exchange that has made the template
     rank: int
 
 
@@ -197,20 +216,21 @@ class Sent(HoldsWindows):
     template: RoundTemplate
     num_tokens: int
     epoch: int
-    descriptor: Tensor | None  # int64, host: the template's, or one of training
+    descriptor: Tensor | None  # int64 on the host: that of the template, or one of training
     arguments: tuple[Any, ...]  # of the operators of dispatch; empty once the tokens are received
-    most_tokens: int | None  # of any rank, where `at_most` says it
+    # The largest number of tokens that any rank brings, if the caller has said it by `at_most`.
+    most_tokens: int | None
 
     def __repr__(self) -> str:
         return describe_fields(self, {}, self.summary())
 
     def summary(self) -> str:
-        """The text that `repr` gives of the round."""
+        """Describe the round in one line, for `repr`."""
         template = self.template
         D = template.shape.hidden_size
         layout = template.shape.layout
         dtype = str(template.like.dtype).removeprefix("torch.")
-        # The exchange may be gone.
+        # The template does not keep the exchange alive, so its rounds may be gone.
         rounds = template.rounds()
         state = f"round {self.epoch} released"
         if rounds is not None:
@@ -281,13 +301,13 @@ class Dispatched(_OfLayout):
     sent: Sent
 
     def __init__(self, sent: Sent) -> None:
-        """The round that `sent` opened."""
+        """Make the handle of the round that `sent` has opened, once its tokens are received."""
         template = sent.template
         tokens = sent.num_tokens
         self.sent = sent
         self.num_tokens = tokens
         self.epoch = sent.epoch
-        # Segments of few tokens have small gaps.
+        # In a call of few tokens, the gaps between segments are small.
         if tokens <= template.small_alignment_tokens:
             self.alignment = template.small_alignment
         else:
@@ -309,8 +329,9 @@ class Dispatched(_OfLayout):
 
     @property
     def segments(self) -> dict[str, Any]:
-        """What `GroupedExperts` take of the round besides rows, offsets and scales: `experts(…,
-        **d.segments)`.
+        """The keyword arguments that `GroupedExperts` take besides rows, offsets and scales.
+
+        Use them as `experts(…, **dispatched.segments)`.
         """
         return {
             "tokens_per_expert": self.tokens_per_expert,
@@ -320,8 +341,11 @@ class Dispatched(_OfLayout):
 
     @property
     def rows_per_expert(self) -> float:
-        """Rows of an expert on average, as far as this rank can tell."""
-        # Another rank may bring more tokens than this one, where `at_most` says how many.
+        """How many rows an expert has on average, as far as this rank can tell.
+
+        It assumes that each rank brings as many tokens as this one, or as many as `at_most` says if
+        these are more.
+        """
         sent = self.sent
         tokens = max(self.num_tokens, sent.most_tokens or 0)
         return tokens * sent.template.rows_per_token

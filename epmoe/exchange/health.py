@@ -1,5 +1,8 @@
-"""How often something went wrong, and what kernels report: health counters, and the status words
-with their errors.
+"""Health counters, and the errors that kernels report to the host.
+
+Kernels count events such as dropped pairs in buffers of the memory plan, which `Totals` reads as a
+`Health`. Failures of a round stand in the status words, from which `raise_on_failure` makes an
+error.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from epmoe.group.errors import (
 from epmoe.native.layouts import constant
 
 STAGES = ("dispatch", "combine")
-# Buffers of the memory plan that only grow, and the count of rounds: what `Health` is made of.
+# The buffers of the memory plan from which `Health` is read. Their counts never fall.
 TOTALS = (
     "health.counters",
     "health.tokens_per_expert",
@@ -32,7 +35,9 @@ TOTALS = (
     "health.waited_ns",
     "health.aborted_rounds",
 )
-_ROUNDS = "state"  # whose first 4 bytes are `dispatch_epoch` in `RoundState` of csrc/plan.h
+# The buffer with the number of rounds: it is a `RoundState` of csrc/plan.h, which begins with the 4
+# bytes of `dispatch_epoch`.
+_STATE = "state"
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,8 @@ class Health:
     """Counts of this rank since its `ExpertParallel` was made. No count ever falls.
 
     Attributes:
-        rounds: whose dispatch this rank has sent, on GPUs received; replays of a CUDA graph count.
-            It is right where `health` is called at least once in 2³² rounds.
+        rounds: rounds in which this rank has sent its dispatch, on GPUs received it. Replays of a
+            CUDA graph count. The number is right if `health` is called at least once in 2³² rounds.
         sanitised_rows: rows of logits in which `ep.route` found NaN or Inf.
         padded_rows: rows at and past `num_tokens`, in `ep.route`.
         out_of_range_ids: ids outside [0, E) that dispatch was given, other than -1 and E.
@@ -81,7 +86,8 @@ class Health:
 
     @classmethod
     def read(cls, rounds: int, totals: Sequence[Tensor]) -> Health:
-        """Make the counts from the buffers `TOTALS`."""
+        """Make the counts from the number of rounds and the buffers `TOTALS`, in their order."""
+        # `tokens_per_expert` is [layers, experts of this rank] here.
         counters, tokens_per_expert, rows_sent, waited_ns, aborted_rounds = totals
         counted = dict(zip(COUNTERS, counters.tolist(), strict=True))
         return cls(
@@ -104,21 +110,23 @@ COUNTERS = tuple(field.name for field in dataclasses.fields(Health) if field.typ
 
 
 class Totals:
-    """Reads the totals of one rank at any time, on any thread. `views` are the buffers of the
-    memory plan by name.
+    """Reads the health counters of one rank, at any time and on any thread.
+
+    `views` are the buffers of the memory plan by name.
     """
 
     def __init__(self, views: Mapping[str, Tensor], processor: Processor) -> None:
         self._epochs = processor.num_epochs
         self._rounds = 0
-        self._peek = processor.peek(views[_ROUNDS][:1], *(views[name] for name in TOTALS))
+        self._peek = processor.peek(views[_STATE][:1], *(views[name] for name in TOTALS))
 
     def read(self) -> Health:
-        """The totals now. Those of a kernel under way are counted in part."""
-        # Of before these values: another thread may move it on meanwhile.
+        """Read the counters as they are now. A kernel that is running has counted in part."""
+        # Take the number of the last read before the new values come: another thread may read and
+        # change it meanwhile, and then the difference below would be negative.
         before = self._rounds
         epoch, *totals = self._peek.read()
-        # Epochs begin again after 2³² rounds: count on from the last look.
+        # Epochs are 32 bits wide and begin again. So add the rounds since the last read.
         since = ((int(epoch) & 0xFFFFFFFF) - before) % self._epochs
         rounds = before + since
         self._rounds = max(self._rounds, rounds)
@@ -126,8 +134,9 @@ class Totals:
 
 
 def raise_incomplete(overflow: EPOverflowError | None, aborted: EPAbortedError | None) -> None:
-    """Raise what makes the y of a round incomplete: where there are both, one with a note of the
-    other.
+    """Raise the error of a round whose y is incomplete; do nothing if both errors are None.
+
+    If there are both, the overflow is raised, with the text of the abort as a note.
     """
     if overflow is not None:
         if aborted is not None:
@@ -146,18 +155,26 @@ def raise_on_failure(
     dead: int = 0,
     calls: Callable[[], Sequence[Traits]] = tuple,
 ) -> None:
-    """Raise the failure in `status` of `rank`, a `Status` of csrc/plan.h, which counts `seats`.
-    `dead` is a mask of ranks whose process has ended. `calls` returns the ranks' calls of a round
-    if they do not match, otherwise [].
+    """Raise the failure that kernels or other ranks have written into `status`, if there is one.
 
-    A failure stays there, unless it is a mismatch that has not `latched`: the caller closes its
-    round then.
+    The failure stays in `status`, so that each later call raises it again. Only a mismatch that has
+    not latched is erased: the caller closes its round, and the next round may succeed.
+
+    Args:
+        status: a `Status` of csrc/plan.h. Its masks and numbers count seats.
+        global_ranks: the global rank of each rank of the group.
+        seats: which rank has which seat.
+        rank: this rank.
+        latched: whether a mismatch lasts, as it does on GPUs.
+        dead: the ranks whose process has ended, as a mask.
+        calls: returns the calls of all ranks in the round after a mismatch; [] where nobody can
+            tell. It is called only for the error's text.
     """
     code = status.code
     epoch = status.epoch
     if not code:
         return
-    # Ranks, as callers count them.
+    # Turn seats into ranks, which users know.
     originator = seats.rank_in(status.originator)
     stage = STAGES[status.stage]
     ranks = seats.ranks_in(status.missing)
@@ -166,7 +183,8 @@ def raise_on_failure(
     if code == constant("kMismatch"):
         if not latched:
             status.code = 0
-        # 1 + the seat and the tag of another rank: see `Status.other` in csrc/plan.h.
+        # `other` is 0 or 1 + a word with a seat and the tag of this seat's rank: see
+        # `Status.other` in csrc/plan.h.
         tags = None
         if status.other:
             seat, tag = divmod(status.other - 1, 1 << 16)
@@ -179,7 +197,7 @@ def raise_on_failure(
     if code == constant("kOutOfTurn"):
         raise EPOrderError(stage, epoch, status.phases)
 
-    # A kernel of this rank that did not begin.
+    # A kernel of this rank did not begin.
     missing = [global_ranks[rank] for rank in ranks]
     if code == constant("kUnscheduled"):
         why = (
@@ -188,12 +206,12 @@ def raise_on_failure(
         )
         raise EPTimeoutError(stage, epoch, ranks, missing, why)
 
-    # Ranks that did not come. The error says the likeliest cause.
+    # Ranks did not come in time. The text of the error names the likeliest cause.
     assert code == constant("kTimeout"), f"unknown status code {code}"
     ended = [r for r in ranks if dead >> r & 1]
     named = f"rank(s) {ranks} of the group (global rank(s) {missing})"
     why = f"timed out waiting for {named}, first seen by rank {originator}"
-    # No deadline makes a rank report itself missing: it has left the round.
+    # A rank that reports itself missing has left the round, since no deadline makes a rank do so.
     if ranks == [originator] and len(global_ranks) > 1:
         why = (
             f"ended early: {named} left the group by an exception or with a round open, or had an "

@@ -1,8 +1,9 @@
-"""The launch policy: which variant of the dispatch and combine kernels a call takes on a GPU, and
-its launch.
+"""The launch policy: which variant of the dispatch and combine kernels a call on a GPU takes, with
+how many blocks and threads.
 
-The policy itself is ``csrc/launch_policy.h``; this module asks the native library and names what
-comes back. It needs no GPU. ``docs/kernels.md`` explains the variants.
+The policy itself is written in ``csrc/launch_policy.h``. This module asks the native library for
+its decision and gives names to the numbers that come back. It needs no GPU. ``docs/kernels.md``
+explains the variants.
 """
 
 from __future__ import annotations
@@ -17,18 +18,20 @@ from epmoe.exchange.memory import MemoryPlan
 from epmoe.native import ops
 from epmoe.native.layouts import struct
 
+# The properties of an H200 on which the policy depends.
 H200_MULTIPROCESSORS = 132
+# The major number of the compute capability.
 H200_MAJOR = 9
-# Properties of a multiprocessor.
+# Shared memory of one multiprocessor.
 H200_SHARED_BYTES = 228 << 10
 
 
 class KernelLaunch(SimpleNamespace):
     """One launch of dispatch or combine.
 
-    Its fields are those of `DispatchLaunch` or `CombineLaunch` in csrc/launch_policy.h, which says
-    what they are, and `send_lines` and `recv_lines`: the lines that a sending and a receiving lane
-    move at once, 0 in the Simple protocol.
+    It has the fields of the struct `DispatchLaunch` or `CombineLaunch`, which csrc/launch_policy.h
+    explains. In addition it has `send_lines` and `recv_lines`: how many lines of 16 bytes a sending
+    and a receiving lane of a warp move at once. Both are 0 in the Simple protocol.
     """
 
     @property
@@ -48,18 +51,28 @@ def launches(
     major: int = H200_MAJOR,
     shared_bytes: int = H200_SHARED_BYTES,
 ) -> tuple[KernelLaunch, KernelLaunch]:
-    """The launches of dispatch and of combine, in a round of `tokens` rows of `dtype` with the
-    plan's D and K.
+    """Ask the policy for the launches of one round.
 
-    The plan is that of a rank on GPUs, `MemoryPlan.build(..., nvlink=True)`, and `dtype` that of x,
-    or fp8 with an fp8 payload. `send` and `receive` are the phases that the launch runs, and
-    `major` is that of the compute capability. `shared_bytes` is the shared memory of a
-    multiprocessor.
+    The hidden size and the experts per token are those of the plan.
+
+    Args:
+        plan: the memory plan of a rank on GPUs, `MemoryPlan.build(..., nvlink=True)`.
+        tokens: how many rows x has on this rank.
+        dtype: the dtype of x, or fp8 with an fp8 payload.
+        expert_major: whether the layout of the round is "expert".
+        send: whether the launch runs the send phase.
+        receive: whether the launch runs the receive phase.
+        multiprocessors: how many multiprocessors the GPU has.
+        major: the major number of the GPU's compute capability.
+        shared_bytes: bytes of shared memory of one multiprocessor.
+
+    Returns:
+        The launch of dispatch, and the launch of combine.
     """
     sizes = plan.sizes
     call = (tokens, sizes["D"], sizes["K"], ops.DTYPES.index(dtype), expert_major, send, receive)
-    # The library returns both structs, one behind the other.
     gpu = (multiprocessors, major, shared_bytes)
+    # The library returns the bytes of both structs, one behind the other.
     policy = memoryview(ops.launch_policy(_as_tensor(plan), *call, *gpu).numpy())
     of_combine = policy[sizeof(struct("DispatchLaunch")) :]
     dispatch = _launch("DispatchLaunch", policy, "recv_lines", "send_lines")
@@ -68,12 +81,13 @@ def launches(
 
 
 def _launch(name: str, policy: memoryview, coarse: str, derived: str) -> KernelLaunch:
-    """Read the launch at the start of `policy`.
+    """Read the struct of this name at the start of `policy`.
 
-    Its struct has the lines of lanes of one side, `coarse`. Lanes of the other side, `derived`,
-    move as many lines in a coarse launch, and otherwise one.
+    The struct has the number of lines for one side only, in the field `coarse` ("send_lines" or
+    "recv_lines"). The number for the other side, `derived`, follows from it: the same in a coarse
+    launch, and otherwise at most one line.
     """
-    # Names of padding begin with "_".
+    # Fields whose names begin with "_" are padding.
     read = struct(name).from_buffer_copy(policy)
     names = [field[0] for field in read._fields_]
     fields = {name: getattr(read, name) for name in names if not name.startswith("_")}
@@ -85,11 +99,11 @@ def _launch(name: str, policy: memoryview, coarse: str, derived: str) -> KernelL
 
 
 def shared_bytes_needed(plan: MemoryPlan) -> int:
-    """Bytes of shared memory that a block of any kernel of the exchange needs, at most."""
+    """The bytes of shared memory that a block of any kernel of the exchange needs at most."""
     needed: int = ops.shared_bytes_needed(_as_tensor(plan))
     return needed
 
 
 def _as_tensor(plan: MemoryPlan) -> Tensor:
-    """int64 on the host: a plan as operators take it."""
+    """The plan as the operators take it: int64 on the host."""
     return torch.tensor(plan.as_ints(), dtype=torch.int64, device="cpu")

@@ -1,4 +1,7 @@
-"""Tags: numbers by which all ranks name a layer."""
+"""Tags: the numbers by which all ranks name a layer.
+
+By the tag a round checks that all ranks are in the same layer.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,17 @@ class LayerTags:
     """The tags that layers of one `ExpertParallel` have taken: see `ExpertParallel.new_tag`."""
 
     def __init__(self) -> None:
-        # Who has each tag. None: it is taken for good.
+        # The layer that has each tag. None in place of a layer: the tag is never free again.
         self._owners: dict[int, weakref.ref[object] | None] = {}
-        self._last = 0  # that was given without a number; 0 is that of a round without a tag
+        # The last tag that was chosen here. It begins at 0, the tag of rounds that name no layer.
+        self._last = 0
 
     def new(self, tag: int | None, owner: object) -> int:
+        """Take `tag`, or the next free tag for None, for the layer `owner`. Returns the tag.
+
+        A later layer may ask for the same tag once the owner is gone. With None as the owner, the
+        tag is taken for good. Raises ValueError if another layer has the tag, or if no tag is left.
+        """
         if tag is None:
             tag = self.next
             self._last = tag
@@ -30,6 +39,7 @@ class LayerTags:
 
     @property
     def next(self) -> int:
+        """The tag that a layer without a number of its own would get now."""
         tag = self._last + 1
         while tag in self._owners:
             tag += 1

@@ -1,4 +1,8 @@
-"""The groups that a rank has left. CUDA graphs of them may still be replayed."""
+"""The groups that a rank has left.
+
+A CUDA graph that was captured in such a group may still be replayed. Its kernels then do nothing
+and report the number of their group, from which the host makes an error that says what has changed.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,8 @@ from typing import NoReturn
 
 from epmoe.group.errors import EPStateError
 
-# Sizes of a plan on which CUDA graphs rest, in words of users.
-_COUNTS = {
+# The sizes of a memory plan on which CUDA graphs rest, and what users call them.
+_NAMES_OF_SIZES = {
     "R": "ranks or seats (R)",
     "rank": "the number of this rank or its seat",
     "M": "most tokens of a rank (M)",
@@ -27,19 +31,24 @@ class LeftGroups:
     """The groups that one `ExpertParallel` has left, by number."""
 
     def __init__(self) -> None:
-        # Sizes of the plan of each.
+        # The sizes of each group's memory plan.
         self._sizes = list[dict[str, int]]()
 
     def add(self, sizes: dict[str, int]) -> int:
-        """The number of a group whose plan has these sizes, which the rank is about to leave."""
+        """Note a group that the rank is about to leave, by the sizes of its memory plan. Returns
+        the number of the group.
+        """
         self._sizes.append(sizes)
         return len(self._sizes) - 1
 
     def refuse_replay(self, number: int, now: dict[str, int]) -> NoReturn:
-        """Raise EPStateError for a replay of a graph of this group, in one of the sizes `now`."""
+        """Raise EPStateError for a replay of a graph that was captured in the group of this number.
+
+        `now` are the sizes of the present group's plan. The error lists those that differ.
+        """
         was = self._sizes[number]
         others = []
-        for name, what in _COUNTS.items():
+        for name, what in _NAMES_OF_SIZES.items():
             if was[name] != now[name]:
                 others.append(f"{what} {was[name]}, not {now[name]}")
         difference = ", ".join(others) or "other windows"

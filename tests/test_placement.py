@@ -238,11 +238,11 @@ def test_the_experts_of_a_node():
 def test_ranks_without_experts_stay_without():
     """As those that bring tokens to a service of experts: rank 3 dies, and a new rank joins."""
     service = Placement.build(8, 4, "explicit", [2, 2, 2, 2, 3, 3, 3, 3])
-    without_one = recovery._place(service, [0, 1, 2])
+    without_one = recovery._place_experts(service, [0, 1, 2])
     assert without_one.owners == (2,) * 8
-    with_new = recovery._place(without_one, [0, 1, 2, -1])
+    with_new = recovery._place_experts(without_one, [0, 1, 2, -1])
     assert with_new.owners == (2, 3) * 4
     # Where no other rank is left, they take them.
     assert service.without([2, 3], spread_lost=True).owners == (0, 1) * 4
     # A group whose ranks all hold experts spreads them over all.
-    assert recovery._place(Placement.build(4, 2), [0, 1, -1]).owners == (0, 1, 2, 0)
+    assert recovery._place_experts(Placement.build(4, 2), [0, 1, -1]).owners == (0, 1, 2, 0)

@@ -1,5 +1,5 @@
-"""Collective calls between rounds, for checkpoints: all ranks go on, or all raise and name who is
-missing.
+"""Steps of collective calls between rounds, such as saving a checkpoint: all ranks go on, or all
+raise an error that names the missing ranks.
 """
 
 from __future__ import annotations
@@ -24,38 +24,41 @@ from epmoe.group.waiting import Uninterrupted
 
 
 def peers_of(ep: Member) -> Peers:
-    """The ranks of an `ExpertParallel`, whose collectives have `warmup_timeout_s`; alone if it is
-    closed.
+    """Make the `Peers` of the group of `ep`. Its collectives have the deadline
+    `exchange.warmup_timeout_s`. If `ep` is closed, the rank is alone.
     """
     return Peers.of(ep.group, ep.config.exchange.warmup_timeout_s)
 
 
 @contextmanager
 def together(eps: Sequence[Member]) -> Iterator[list[Peers]]:
-    """A step of `Peers.together` over the ranks of each, for `run_uninterrupted`."""
+    """Make the body of this context a step of `Peers.together` over the ranks of each of `eps`.
+    Yields the `Peers`, which `run_uninterrupted` takes.
+    """
     steps = [peers_of(ep) for ep in eps]
-    with _nested(steps):
+    with _enter_all(steps):
         yield steps
 
 
 @contextmanager
-def _nested(steps: Sequence[Peers]) -> Iterator[None]:
-    """The steps, each within the one before.
+def _enter_all(steps: Sequence[Peers]) -> Iterator[None]:
+    """Enter `together` of all steps, each within the one before.
 
-    Without an ExitStack, whose frame keeps an exception, and that its frames: a step that a signal
-    handler has kept from its last word reports when it is collected.
+    It does not use an ExitStack, since the frame of one keeps an exception alive, which keeps its
+    own frames alive. A step whose end was prevented by a signal handler reports that when the frame
+    of the step is collected, which would then come too late.
     """
     if not steps:
         yield
         return
-    with steps[0].together(), _nested(steps[1:]):
+    with steps[0].together(), _enter_all(steps[1:]):
         yield
 
 
 @contextmanager
 def all_ranks(eps: Sequence[Member], group: dist.ProcessGroup | None = None) -> Iterator[Peers]:
-    """Yield the ranks of `group`. By default they are all, in a gloo group of its own: a failure
-    there harms no other group. Collective.
+    """Yield the `Peers` of `group`. By default it makes a new gloo group of all ranks, and destroys
+    it at the end: a failure in this group harms no other group. Collective.
     """
     if not dist.is_initialized():
         yield Peers.of(None)
@@ -66,18 +69,20 @@ def all_ranks(eps: Sequence[Member], group: dist.ProcessGroup | None = None) -> 
         yield Peers.of(group, timeout_s)
         return
     made = list[dist.ProcessGroup]()
-    # Made on all ranks or on none, whatever a signal handler raises: others connect to this one.
+    # The other ranks connect to this one. So make the group to the end or not at all, even if a
+    # signal handler raises meanwhile.
     making = Uninterrupted(lambda: made.append(_new_group(eps, timeout_s)))
-    is_given = False
+    has_yielded = False
     try:
         making.run()
         peers = Peers.of(made[0], timeout_s)
-        is_given = True
+        has_yielded = True
         yield peers
     except BaseException:
         making.finish_or_cancel()
-        if made and not is_given:
-            # The others wait in their first step.
+        if made and not has_yielded:
+            # A signal handler has raised before the caller got the group. The other ranks wait in
+            # their first step, so report the exception there.
             with Peers.of(made[0], timeout_s).substep():
                 raise
         raise
@@ -87,13 +92,15 @@ def all_ranks(eps: Sequence[Member], group: dist.ProcessGroup | None = None) -> 
 
 
 def _new_group(eps: Sequence[Member], timeout_s: float) -> dist.ProcessGroup:
-    """A gloo group of all ranks. Collective. Raises MissingRankError.
+    """Make a gloo group of all ranks. Collective. Raises MissingRankError if a rank has ended, or
+    has not come within `timeout_s` seconds.
 
-    gloo looks at no death while it connects, and takes several of its timeouts for a rank that has
-    ended. So nobody connects before all are about to, and the timeouts are short then.
+    While gloo connects, it notices no death, and waits several times its timeout for a rank that
+    has ended. So ranks first wait on a board until all have come, and only then connect, with a
+    short timeout.
     """
     peers = Peers.of(dist.group.WORLD)
-    # torch numbers groups, and all ranks have made as many.
+    # Name the board by the number of groups that torch has made, which is the same on all ranks.
     board = Board(_get_default_store(), f"epmoe/ready/{_world.group_count}")
     board.write(peers.rank, name_of_process())
     deadline = time.monotonic() + timeout_s
@@ -102,7 +109,7 @@ def _new_group(eps: Sequence[Member], timeout_s: float) -> dist.ProcessGroup:
     while not all(processes):
         processes = [board.read(rank) for rank in range(peers.size)]
         ended = [rank for rank, process in enumerate(processes) if has_ended(process)]
-        missing = ended or _ended(peers, opened)
+        missing = ended or _ended_ranks(peers, opened)
         if not missing and time.monotonic() > deadline:
             missing = [rank for rank, process in enumerate(processes) if not process]
         if missing:
@@ -117,21 +124,24 @@ def _new_group(eps: Sequence[Member], timeout_s: float) -> dist.ProcessGroup:
 
 @contextmanager
 def naming(what: str, eps: Sequence[Member], *, remedy: str = "") -> Iterator[None]:
-    """Raise EPTimeoutError, which names the ranks, in place of MissingRankError. `what` is the
-    call, and `remedy` says at the end what a caller may have to do.
+    """Turn a MissingRankError of this context into an EPTimeoutError that names the missing ranks.
+
+    The text of the error names the call, `what`, and ends with `remedy`, which says what the caller
+    may have to do.
     """
     try:
         yield
     except MissingRankError as error:
-        # Wait a little for the windows to say which processes have ended: gloo may see it first.
+        # Wait a little until the windows of `eps` show which processes have ended, since gloo may
+        # notice the end of a process first.
         peers = error.peers
         opened = [ep for ep in eps if ep.group is not None]
         deadline = time.monotonic() + ANSWER_S
         found = error.ranks
         while not found and time.monotonic() < deadline:
-            found = _ended(peers, opened)
+            found = _ended_ranks(peers, opened)
             time.sleep(POLL_S)
-        # Ask all ranks who is there.
+        # Ask all other ranks which ranks are missing.
         missing = RollCall.of(peers, what).missing(found, OPENING_ANSWER_S)
         names = [peers.global_ranks[rank] for rank in missing]
         why = (
@@ -145,9 +155,9 @@ def naming(what: str, eps: Sequence[Member], *, remedy: str = "") -> Iterator[No
         raise EPTimeoutError(f"{what}, after dispatch", rounds, missing, names, why, then) from None
 
 
-def _ended(peers: Peers, eps: Sequence[Member]) -> list[int]:
-    """Find other ranks of `peers` whose processes have ended, as any of these `ExpertParallel`s
-    knows.
+def _ended_ranks(peers: Peers, eps: Sequence[Member]) -> list[int]:
+    """Find the other ranks of `peers` that have left or whose processes have ended, as far as any
+    of `eps` knows.
     """
     ended = set[int]()
     for ep in eps:

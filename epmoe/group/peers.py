@@ -1,5 +1,5 @@
-"""The ranks of a group as one of them sees them, and how values and errors of one
-reach all others.
+"""The ranks of a group as one of them sees them. Ranks exchange values here, and an error of one
+rank reaches all others.
 """
 
 from __future__ import annotations
@@ -21,18 +21,24 @@ from epmoe.group.errors import EPStateError
 from epmoe.group.waiting import Uninterrupted, as_on_this_thread, to_its_end
 
 _Value = TypeVar("_Value")
-# Errors that reach other ranks as they are.
-_KINDS: tuple[type[Exception], ...] = (MemoryError, EPStateError, ValueError, RuntimeError)
-# Limits of a value.
+# An error of one of these types is raised with the same type on the other ranks. The first type
+# that fits counts. Any other error becomes a RuntimeError there.
+_SHARED_TYPES: tuple[type[Exception], ...] = (
+    MemoryError,
+    EPStateError,
+    ValueError,
+    RuntimeError,
+)
+# A value has at most so many bytes as JSON.
 _MOST_BYTES = 2**24
-# Bytes of a value that travel with its length: few are longer.
+# So many bytes of a value travel in the first gather, behind its length. Few values are longer.
 _BEGIN_BYTES = 4096
 _LENGTH_BYTES = 8
 
 
 class MissingRankError(RuntimeError):
-    """A rank of `peers` has ended, or did not come in time: one of `ranks`, if known. The group can
-    do nothing more.
+    """A rank of `peers` has ended, or did not come in time. It is one of `ranks`, if these are
+    known. The process group cannot be used any more.
     """
 
     def __init__(self, peers: Peers, error: RuntimeError, ranks: Sequence[int] = ()):
@@ -42,18 +48,22 @@ class MissingRankError(RuntimeError):
 
 
 class _Problem(NamedTuple):
-    """An error of one rank. The least one is raised on the others: a rank that waited in vain is
-    not the cause.
+    """An error of one rank, as it travels to the other ranks.
+
+    If several ranks fail, the others raise the smallest problem in the order of these fields. So an
+    error that is no timeout goes first: a rank that has waited in vain is not the cause.
     """
 
-    late: bool
+    late: bool  # whether the rank has waited in vain for another one
     rank: int
-    kind: str  # of `_KINDS`
+    kind: str  # the name of one of `_SHARED_TYPES`
     text: str
 
 
 class _ReportedError(Exception):
-    """Another rank of `peers` has failed in a step of `together`."""
+    """Another rank of `peers` has failed in a step of `together`. It never leaves `together`, which
+    raises `as_shared` in its place.
+    """
 
     def __init__(self, peers: Peers, problem: _Problem):
         self.peers = peers
@@ -61,8 +71,8 @@ class _ReportedError(Exception):
         super().__init__(problem)
 
     def as_shared(self) -> Exception:
-        """The error that this rank raises in its place."""
-        kinds = {kind.__name__: kind for kind in _KINDS}
+        """Make the error that the caller gets on this rank. Its text names the rank that failed."""
+        kinds = {kind.__name__: kind for kind in _SHARED_TYPES}
         kind = kinds.get(self.problem.kind, RuntimeError)
         return kind(f"rank {self.problem.rank}: {self.problem.text}")
 
@@ -76,9 +86,9 @@ class Peers:
     size: int
     global_ranks: list[int]  # [R]
     timeout_s: float | None = None
-    """deadline of each collective in seconds; None is the group's own"""
+    """the deadline of each collective in seconds; with None the group's own deadline holds"""
     first: int = 0
-    """number of rank 0 in errors: these ranks may be a part of a larger group"""
+    """the number of rank 0 in errors, since these ranks may be a part of a larger group"""
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None, timeout_s: float | None = None) -> Self:
@@ -89,36 +99,37 @@ class Peers:
         return cls(group, dist.get_rank(group), dist.get_world_size(group), ranks, timeout_s)
 
     def all_gather(self, value: _Value) -> list[_Value]:
-        """Every rank's value, in rank order. Collective. Values travel as JSON, in which a tuple is
-        a list.
+        """Return the values of all ranks, in rank order. Collective. Values travel as JSON, so a
+        tuple arrives as a list.
 
-        Raises MissingRankError at once if a rank has ended, and after the deadline if one does not
-        arrive. It also ends a step of `together` in which another rank has failed.
+        Raises MissingRankError: at once if a rank has ended, and after the deadline if a rank does
+        not arrive. If another rank has failed in the present step of `together`, the exception that
+        ends the step is raised here.
         """
         gathered = self._exchange((None, value))
         self._raise_reported(gathered)
         return [theirs for _, theirs in gathered]
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Send the bytes of one rank's tensor to all, in place. Collective. Raises MissingRankError
-        as `all_gather`.
+        """Write the tensor of the rank `source` into `tensor` on all ranks, bit by bit. Collective.
+        Raises MissingRankError if a rank has ended or does not arrive.
         """
         if self.group is None:
             return
         options = BroadcastOptions()
         options.rootRank = source
-        # `dist.broadcast` takes no deadline.
+        # Call the method of the group, since `dist.broadcast` takes no deadline.
         deadline = self._deadline
         if deadline is not None:
             options.timeout = deadline
-        # Bytes, since gloo knows few dtypes.
+        # Send bytes, since gloo knows few dtypes.
         payload = [tensor.view(-1).view(torch.uint8)]
         with self.waiting():
             self.group.broadcast(payload, options).wait()
 
     def to_first(self, tensor: Tensor, source: int) -> None:
-        """Send the bytes of one rank's tensor to rank 0, in place. Other ranks do nothing. Raises
-        MissingRankError.
+        """Write the tensor of the rank `source` into `tensor` on rank 0, bit by bit. Ranks other
+        than these two do nothing. Raises MissingRankError if the other of the two does not arrive.
         """
         if self.group is None or source == 0 or self.rank not in (0, source):
             return
@@ -136,8 +147,10 @@ class Peers:
 
     @contextmanager
     def waiting(self, ranks: Sequence[int] = ()) -> Iterator[None]:
-        """Within it a collective waits for `ranks`, if known. A RuntimeError of torch becomes a
-        MissingRankError.
+        """Turn a RuntimeError that torch raises within this context into a MissingRankError.
+
+        `ranks` are the ranks for which the collective in this context waits, if it does not wait
+        for all.
         """
         try:
             yield
@@ -154,16 +167,19 @@ class Peers:
 
     @contextmanager
     def together(self, then: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """A step that succeeds on all ranks, or fails on all. Collective at its end.
+        """Make the body of this context a step that succeeds on all ranks or fails on all ranks.
+        The end of the context is collective.
 
-        A rank that fails reports it in place of its next `all_gather`, whichever that is on the
-        others, and raises its own error: any exception, KeyboardInterrupt and SystemExit too. The
-        others raise the error of the first such rank, as a MemoryError, EPStateError, ValueError or
-        RuntimeError.
+        If the body raises on a rank, that rank reports it in place of its next gather. The other
+        ranks learn it in whichever gather they are in. The rank that has failed raises its own
+        error, which may be any exception, also KeyboardInterrupt or SystemExit. The other ranks
+        raise the error of the first rank that has failed, as a MemoryError, EPStateError,
+        ValueError or RuntimeError.
 
-        The last word of the step is whole: what a signal handler raises meanwhile is raised after
-        it, when the step has succeeded on all ranks. So `then` is what this rank changes once it
-        has: it runs as a part of the last word, on another thread.
+        The step ends by a last gather, in which all ranks say that they have succeeded. No signal
+        handler can interrupt it: what a handler raises meanwhile is raised after the step, which
+        has then succeeded on all ranks. `then` is called right after the gather, on another thread,
+        and is part of what cannot be interrupted. So a caller changes its state in `then`.
         """
         try:
             with self.substep(then):
@@ -173,59 +189,67 @@ class Peers:
 
     @contextmanager
     def substep(self, then: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """A step of these ranks within a step of a larger group. The larger group learns of an
-        error in it, too.
+        """Make a step, as `together` does, of ranks that are also in a step of a larger group.
+
+        An error in it goes on to the larger group: the exception that leaves this context may be a
+        _ReportedError, which the step of the larger group reports there.
         """
-        last_word = Uninterrupted(partial(self._agree, then))
+        end_of_step = Uninterrupted(partial(self._end_step, then))
         try:
             yield
-            last_word.run()
+            end_of_step.run()
         except BaseException as error:
-            # If the last word had begun, it has ended by now: the step has its outcome, and nobody
-            # waits for a report.
-            if last_word.finish_or_cancel():
+            # If the end of the step had begun, it is over by now. Then the step has its outcome,
+            # and no rank waits for a report.
+            if end_of_step.finish_or_cancel():
                 raise
+            # If these ranks themselves have told this rank of the error, they know it already.
             if isinstance(error, (MissingRankError, _ReportedError)) and error.peers is self:
                 raise
             self._report(error)
             raise
 
-    def _agree(self, then: Callable[[], object]) -> None:
-        """The last word of a step that has succeeded here."""
-        self._hear()
+    def _end_step(self, then: Callable[[], object]) -> None:
+        """End a step that has succeeded on this rank: see that it has on all, and call `then`."""
+        self._check_all_succeed()
         then()
 
-    def _hear(self) -> None:
-        """A word of all ranks that none has failed so far. Raises _ReportedError."""
+    def _check_all_succeed(self) -> None:
+        """Tell all ranks that this one has not failed so far. Collective. Raises _ReportedError if
+        another rank has failed.
+        """
         self._raise_reported(self._gather_values((None, None)))
 
     def _report(self, error: BaseException) -> None:
-        """Report that this rank has failed. Raises _ReportedError where another's error explains
-        more.
+        """Tell the other ranks that this rank has failed with `error`. Collective.
+
+        It returns if `error` is what this rank is to raise. If the error of another rank explains
+        more, it raises that one: a _ReportedError or a MissingRankError.
         """
         is_late = isinstance(error, (MissingRankError, TimeoutError))
         problem = self._problem_of(error, is_late)
         try:
             self._raise_reported(self._exchange((problem, None)))
         except _ReportedError as reported:
-            # A rank that waited in vain has another one's error. Memory is short on all ranks.
+            # If this rank has waited in vain, the error of another rank is the cause. If memory is
+            # short, all ranks may have a MemoryError, and are to name the same rank.
             has_cause = is_late and reported.problem != problem
             if has_cause or isinstance(error, (MemoryError, _ReportedError)):
                 raise reported from error
         except MissingRankError as missing:
-            # The missing rank may be the cause.
+            # Another rank is missing. That may have caused errors of these types.
             if isinstance(error, (RuntimeError, OSError, _ReportedError)):
                 raise missing from error
 
     def _problem_of(self, error: BaseException, is_late: bool) -> _Problem:
-        """Describe an error of this rank for the others."""
-        # A part of these ranks has failed.
+        """Describe an error of this rank for the other ranks."""
+        # A substep of some of these ranks has failed, and names its cause already.
         if isinstance(error, _ReportedError):
             return error.problem
         kind: type[Exception] = RuntimeError
-        for known in _KINDS:
-            if isinstance(error, known):
-                kind = known
+        for shared_type in _SHARED_TYPES:
+            if isinstance(error, shared_type):
+                kind = shared_type
                 break
         text = str(error)
         if type(error) is not kind:
@@ -233,26 +257,30 @@ class Peers:
         return _Problem(is_late, self.first + self.rank, kind.__name__, text)
 
     def _raise_reported(self, gathered: Sequence[tuple[Any, object]]) -> None:
-        """Raise the error of the first rank that has failed, of what each rank has sent: a problem
-        or None, and a value.
+        """Raise _ReportedError if a rank has failed. `gathered` has a pair from each rank: the
+        rank's problem or None, and its value.
         """
         problems = [_Problem(*problem) for problem, _ in gathered if problem]
         if problems:
             raise _ReportedError(self, min(problems))
 
     def _exchange(self, value: _Value) -> list[_Value]:
-        """Every rank's value. It takes one or two gathers, of which a signal handler's exception
-        leaves none out: it is raised before them or after them.
+        """Return the values of all ranks. Collective.
+
+        It takes one or two gathers. What a signal handler raises meanwhile is raised before both or
+        after both, since the other ranks take part in both.
         """
         if self.group is None:
             return [value]
         return to_its_end(partial(self._gather_values, value))
 
     def _gather_values(self, value: _Value) -> list[_Value]:
-        """Gather every rank's value, as JSON."""
+        """Return the values of all ranks, which travel as JSON. A signal handler may interrupt it,
+        so callers run it on another thread.
+        """
         if self.group is None:
             return [value]
-        # The length and the first bytes of each value.
+        # Gather the length and the first bytes of each value.
         data = json.dumps(value).encode()
         header = len(data).to_bytes(_LENGTH_BYTES, "little")
         begins = self._gather(header + data[:_BEGIN_BYTES], _LENGTH_BYTES + _BEGIN_BYTES)
@@ -262,7 +290,7 @@ class Peers:
                 f"ranks sent values of {lengths} bytes: each has at most {_MOST_BYTES}"
             )
 
-        # The rest, if any value is longer.
+        # Gather the other bytes, if any value is longer.
         ends = [b""] * self.size
         rest = max(lengths) - _BEGIN_BYTES
         if rest > 0:
@@ -274,9 +302,9 @@ class Peers:
         return values
 
     def _gather(self, data: bytes, nbytes: int) -> list[bytes]:
-        """Gather every rank's bytes, padded to `nbytes`."""
+        """Return the bytes of all ranks, each padded with zeros to `nbytes`."""
         assert self.group is not None
-        # `dist.all_gather` takes no deadline.
+        # Call the method of the group, since `dist.all_gather` takes no deadline.
         options = AllgatherOptions()
         deadline = self._deadline
         if deadline is not None:
@@ -289,12 +317,14 @@ class Peers:
 
 
 def run_uninterrupted(steps: Sequence[Peers], work: Callable[[], _Value]) -> _Value:
-    """Run collective calls that are no `all_gather`, such as torch's, within steps of
-    `Peers.together`, the outermost first. Returns what `work` returns.
+    """Run `work` on all ranks or on none, and return its result. `work` makes collective calls that
+    cannot report the error of a rank, such as those of torch.
 
-    Ranks first agree that none has failed, then all run `work` to its end. It runs on another
-    thread, so that a signal handler cannot interrupt it. The exception of a handler is raised
-    before `work`, and then the other ranks hear of it, or after `work`.
+    The caller is within the `steps` of `Peers.together`, which are given from the outermost to the
+    innermost. Ranks first agree that none of them has failed; then all run `work` to its end, on
+    another thread, so that no signal handler can interrupt it. The exception of a handler is raised
+    before `work`, and then the other ranks learn of it and do not run `work`, or it is raised after
+    `work`.
     """
     steps = [peers for peers in steps if peers.group is not None]
     if not steps:
@@ -303,7 +333,7 @@ def run_uninterrupted(steps: Sequence[Peers], work: Callable[[], _Value]) -> _Va
     def begin_together() -> _Value:
         # A rank that has failed reports it to the innermost step first.
         for peers in reversed(steps):
-            peers._hear()
+            peers._check_all_succeed()
         return work()
 
     return to_its_end(as_on_this_thread(begin_together))

@@ -1,5 +1,5 @@
-"""A store that outlives each rank, and of which none that dies leaves a half-written word: a
-folder, or torch's.
+"""The store that `recover` uses, in a folder or over a store of torch. It outlives every rank, and
+a rank that dies leaves no half-written word in it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ import torch.distributed as dist
 from epmoe.native.build import who_else
 
 Store = dist.Store | str | os.PathLike[str]
+# A rank that waits for a word of another rank asks for it at this interval.
 POLL_S = 0.02
+# The store makes a folder of this name in the folder of the caller.
 _FOLDER = "epmoe-board"
-_LONGEST_NAME = 200  # of a file, in bytes; most file systems have 255
+# The longest name of a file in bytes. Most file systems allow 255.
+_LONGEST_NAME = 200
 
 
 def folder_store(folder: str | os.PathLike[str]) -> dist.Store:
     """Make a store in a folder for `torch.distributed.init_process_group(store=…)`, as `recover`
     needs it.
 
-    It is there as long as the folder, outlives every rank, and no rank that dies leaves half a
-    record in it. Only this user decides there. A `TCPStore` obeys whoever reaches its port, which
-    on the loopback interface is every user of the machine; and it lists its keys, so that none is
-    a secret.
+    The store exists as long as the folder. It outlives every rank, and a rank that dies leaves no
+    half-written record in it. Only this user can write into it. A `TCPStore`, in contrast, obeys
+    everybody who reaches its port, which on the loopback interface is every user of the machine. It
+    also lists its keys, so that no key is a secret.
 
     Args:
         folder: all ranks see it. It is made where it is not there. The ranks of a run need one of
@@ -49,15 +52,16 @@ def folder_store(folder: str | os.PathLike[str]) -> dist.Store:
     return store
 
 
-# torch calls a store of Python for each further group, and keeps none of them.
+# torch uses a store of Python for each further group, but does not keep it alive. This list does.
 _kept = list[dist.Store]()
 
 
 class OutlivingStore(dist.Store):
-    """The store of `recover`, as torch takes it. While it has a `look`, a wait ends if that raises.
+    """A store for torch that outlives every rank. It uses a folder or another store of torch.
 
-    Raises PermissionError if others can write into the folder, and ValueError for torch's
-    FileStore, which may hold half a record for ever.
+    While the attribute `look` is set, waits in the store call it again and again, and end if it
+    raises. The constructor raises PermissionError if other users can write into the folder. It
+    raises ValueError for torch's FileStore, which may hold half a record for ever.
     """
 
     def __init__(self, store: Store) -> None:
@@ -73,12 +77,13 @@ class OutlivingStore(dist.Store):
         self._inner = store if isinstance(store, dist.Store) else _Files(Path(store))
         self.look: Callable[[], None] | None = None
 
-    def set(self, key: str, value: str) -> None:  # or bytes, as for torch's own
+    # torch passes bytes, too, although its own declaration says str.
+    def set(self, key: str, value: str) -> None:
         self._inner.set(key, value)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """In one step: set a key that is not there yet; `expected` must be "". Returns the value
-        that is there then.
+        """Set a key if it is not there yet, and return the value that it has afterwards. Both are
+        one step for all ranks. `expected` must be "".
         """
         return self._inner.compare_set(key, expected, desired)
 
@@ -103,8 +108,10 @@ class OutlivingStore(dist.Store):
 
 
 class _Files:
-    """A file for each key. A file gets its name once it is complete. Whoever can write here decides
-    which ranks take part.
+    """A store in a folder, with a file for each key. A file gets its name only once it is complete.
+
+    Whoever can write into the folder can decide which ranks take part. So the constructor raises
+    PermissionError if other users can.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -132,9 +139,12 @@ class _Files:
         return self.get(key)
 
     def add(self, key: str, amount: int) -> int:
-        with open(self._folder / ".lock", "w") as lock:  # which ends with its process
+        # The lock of a process that dies ends with the process.
+        with open(self._folder / ".lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            total = amount + (int(self.get(key)) if self.check([key]) else 0)
+            total = amount
+            if self.check([key]):
+                total += int(self.get(key))
             self.set(key, str(total))
         return total
 
@@ -142,19 +152,23 @@ class _Files:
         return self._path(key).read_bytes()
 
     def check(self, keys: Sequence[str]) -> bool:
-        # NFS may remember for a minute which names are not there.
+        # NFS may remember for a minute which names are not there. Opening the folder makes it ask
+        # again.
         os.close(os.open(self._folder, os.O_RDONLY))
         return all(self._path(key).exists() for key in keys)
 
     def _path(self, key: str) -> Path:
+        """The path of the file of a key. Its name is a hash of the key if the key is too long."""
         name = quote(key, safe="")
-        return self._folder / (
-            name if len(name) <= _LONGEST_NAME else hashlib.sha256(key.encode()).hexdigest()
-        )
+        if len(name) > _LONGEST_NAME:
+            name = hashlib.sha256(key.encode()).hexdigest()
+        return self._folder / name
 
     @contextmanager
     def _whole(self, value: str | bytes) -> Iterator[Path]:
-        """A file that has the value, under a name that is gone afterwards."""
+        """Make a complete file of the value under another name, which is gone after this context.
+        The caller renames or links the file.
+        """
         path = self._folder / f".{secrets.token_hex(8)}"
         try:
             path.write_bytes(value.encode() if isinstance(value, str) else bytes(value))

@@ -1,5 +1,5 @@
-"""Waits that may block for long, in which this thread still runs signal handlers; and work on
-another thread.
+"""Waits that may block for long while this thread still runs signal handlers, and work that is done
+on another thread.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Generic, TypeVar
 import torch
 
 _Value = TypeVar("_Value")
-# Between two looks at the end of work, if its word should be missed.
-_LOOK_S = 0.1
-# Between two calls of `look`.
-_GLANCE_S = 0.02
+# The longest time until a caller notices that work has ended, if it misses the release of the lock
+# that says so.
+_END_OF_WORK_POLL_S = 0.1
+# The pause between two calls of `look`.
+_LOOK_PAUSE_S = 0.02
 
 
 def interruptible(
@@ -41,14 +42,14 @@ def interruptible(
         except BaseException as error:
             errors.append(error)
 
-    # A daemon: a wait that never ends must not keep the process alive.
+    # A wait that never ends must not keep the process alive, so the thread is a daemon.
     thread = Thread(target=call, daemon=True)
     start_thread(thread)
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     while thread.is_alive() and time.monotonic() < deadline:
-        thread.join(_GLANCE_S)
+        thread.join(_LOOK_PAUSE_S)
         look()
-    # This look goes before that at the errors, which the thread has left by then.
+    # Ask whether the thread has ended before reading its errors. If it has, its error is there.
     ended = not thread.is_alive()
     if errors:
         raise errors[0]
@@ -56,8 +57,11 @@ def interruptible(
 
 
 def first_answer(ask: Callable[[], _Value], until_s: float, pause_s: float = 0.0) -> _Value:
-    """Ask until an answer is true, and return it. It asks once more after `until_s`, since this
-    thread may not have run meanwhile.
+    """Call `ask` until its answer is true, and return the answer. `until_s` is the deadline, a time
+    of `time.monotonic`.
+
+    It asks once more after the deadline, and returns whatever the answer is then: on a busy machine
+    this thread may not have run for long.
     """
     while time.monotonic() < until_s:
         answer = ask()
@@ -69,8 +73,8 @@ def first_answer(ask: Callable[[], _Value], until_s: float, pause_s: float = 0.0
 
 
 def as_on_this_thread(work: Callable[[], _Value]) -> Callable[[], _Value]:
-    """Make a function that does the work on another thread under torch's settings of this one:
-    whether there are gradients and inference mode, the current GPU, and the current streams.
+    """Make a function that does `work` on another thread under the settings that torch has on this
+    thread: grad mode, inference mode, the current GPU, and the current streams of all GPUs.
     """
     gradients = torch.is_grad_enabled()
     inference = torch.is_inference_mode_enabled()
@@ -78,9 +82,10 @@ def as_on_this_thread(work: Callable[[], _Value]) -> Callable[[], _Value]:
     device = 0
     if torch.cuda.is_initialized():
         device = torch.cuda.current_device()
-        everywhere = map(torch.cuda.current_stream, range(torch.cuda.device_count()))
-        # Setting a stream makes a context on its GPU, which one with a stream of its own has.
-        streams = [stream for stream in everywhere if stream.cuda_stream]
+        current_streams = map(torch.cuda.current_stream, range(torch.cuda.device_count()))
+        # Leave out default streams, which every thread begins with. Setting a stream makes a
+        # context on its GPU, and a GPU with another stream has a context already.
+        streams = [stream for stream in current_streams if stream.cuda_stream]
 
     def call() -> _Value:
         for stream in streams:
@@ -96,14 +101,16 @@ def as_on_this_thread(work: Callable[[], _Value]) -> Callable[[], _Value]:
 class Uninterrupted(Generic[_Value]):
     """Work that is done once and to its end, or not at all, whatever signal handlers raise.
 
-    It runs on a thread of its own, since Python runs signal handlers on the main thread only. A
-    handler may raise before the work begins, while it runs, or behind it. The exception is raised
-    after the work, and `finish_or_cancel` tells whether the work has been done.
+    The work runs on a thread of its own, because Python runs signal handlers on the main thread
+    only. A handler may raise before the work begins, while it runs, or after it. In each case the
+    exception reaches the caller of `run`, who then calls `finish_or_cancel`: it waits for work that
+    has begun, and says whether the work has been done.
     """
 
     def __init__(self, work: Callable[[], _Value]) -> None:
         self._work = work
-        # The thread pops it to begin the work; the caller pops it so that nobody ever will.
+        # Whoever pops the only item decides: the thread pops it to begin the work, and the caller
+        # pops it to cancel the work. A pop is one step, which no signal handler can divide.
         self._turn = [True]
         self._running = allocate_lock()
         self._running.acquire()
@@ -111,33 +118,36 @@ class Uninterrupted(Generic[_Value]):
         self._error: BaseException | None = None
 
     def run(self) -> _Value:
-        """Do the work. Raises what it raises, or what a signal handler raises meanwhile."""
+        """Do the work, and return its result. Raises what the work raises, or what a signal handler
+        raises meanwhile.
+        """
         start_new_thread(self._run, ())
         while not self._has_ended:
-            self._running.acquire(timeout=_LOOK_S)
+            self._running.acquire(timeout=_END_OF_WORK_POLL_S)
         return self._result()
 
     def finish_or_cancel(self) -> bool:
-        """Wait for the end of work that has begun, and cancel work that has not. The caller of
-        `run` calls it after an exception.
+        """Wait for the end of work that has begun, and cancel work that has not begun. The caller
+        of `run` calls it after an exception.
 
-        Returns whether the work has been done. Exceptions of further signal handlers are dropped.
+        Returns whether the work has run to its end, successful or not. Exceptions of further signal
+        handlers are dropped meanwhile.
         """
-        # Take the turn, if the work has not begun.
+        # If the work has not begun, take its turn, so that it never begins.
         with suppress(IndexError):
             self._turn.pop()
             return False
-        # It has: wait for its end.
+        # The work has begun, so wait for its end.
         while not self._has_ended:
-            # Suppress what handlers raise: the caller has an exception to raise already.
+            # Drop what signal handlers raise, since the caller already has an exception to raise.
             with suppress(BaseException):
-                self._running.acquire(timeout=_LOOK_S)
+                self._running.acquire(timeout=_END_OF_WORK_POLL_S)
         self._error = None
         return True
 
     def _run(self) -> None:
-        """Do the work, on the thread."""
-        # `finish_or_cancel` may have taken the turn: then the work never begins.
+        """Do the work. It runs on the thread."""
+        # If `finish_or_cancel` has taken the turn, the work never begins.
         try:
             self._turn.pop()
         except IndexError:
@@ -150,8 +160,10 @@ class Uninterrupted(Generic[_Value]):
         self._running.release()
 
     def _result(self) -> _Value:
-        # An error that refers to itself by its frames would keep what they hold, such as a process
-        # group whose end other ranks wait for.
+        """Return the result of work that has ended, or raise its error."""
+        # Delete the local `error` at the end. Otherwise the traceback of the error holds this
+        # frame, and this frame holds the error. Such a cycle keeps alive what the frames hold, for
+        # example a process group whose end other ranks wait for.
         error = self._error
         self._error = None
         try:
@@ -163,8 +175,8 @@ class Uninterrupted(Generic[_Value]):
 
 
 def to_its_end(work: Callable[[], _Value]) -> _Value:
-    """The value of work that is done once and to its end, or not at all. What a signal handler
-    raises is raised before it or behind it.
+    """Do `work` once and to its end, or not at all, and return its result. What a signal handler
+    raises meanwhile is raised before the work or after it.
     """
     uninterrupted = Uninterrupted(work)
     try:
@@ -175,18 +187,18 @@ def to_its_end(work: Callable[[], _Value]) -> _Value:
 
 
 def start_thread(thread: Thread) -> None:
-    """Start a thread. What a signal handler raises meanwhile is raised once `thread` has started,
-    or never will: `thread.ident` tells which.
+    """Start a thread. What a signal handler raises meanwhile is raised when the thread has started,
+    or when it is certain that it never will; `thread.ident` tells which.
 
-    `Thread.start` alone raises KeyError then, or keeps a thread that has never begun in Python's
-    list of threads.
+    If a handler raises within `Thread.start` itself, `start` may raise KeyError, or Python may keep
+    a thread that has never begun in its list of threads.
     """
-    # Python runs signal handlers on the main thread only, so none raises in this call of `start`.
+    # `start` is called on another thread here, where no signal handler runs.
     to_its_end(thread.start)
 
 
 class Promise(Generic[_Value]):
-    """The result of a computation of a `Worker`. `done` says whether it is there."""
+    """The result of a computation that a `Worker` runs. `done` says whether it has ended."""
 
     def __init__(self, compute: Callable[[], _Value]) -> None:
         self._compute = compute
@@ -194,6 +206,7 @@ class Promise(Generic[_Value]):
         self.error: BaseException | None = None
 
     def run(self) -> None:
+        """Run the computation, and keep its value or its error. The worker calls it."""
         try:
             self._value = self._compute()
         except BaseException as error:
@@ -201,46 +214,51 @@ class Promise(Generic[_Value]):
         self.done = True
 
     def get(self) -> _Value:
-        """The value, once it is done. Raises what the computation raised."""
+        """Return the value. The caller has seen `done`. Raises what the computation has raised."""
         if self.error is not None:
             raise self.error
         return self._value
 
 
 class Worker:
-    """Computes on a thread of its own, one thing after another.
+    """A thread that runs computations, one after the other.
 
-    A signal handler may raise in any of its methods. The locks of `concurrent.futures` would then
-    stay locked.
+    A signal handler may raise in any of its methods without harm. That is why it does not use
+    `concurrent.futures`, whose locks would stay locked.
     """
 
     def __init__(self, name: str) -> None:
         self._queue = SimpleQueue[object]()
-        # Ends the thread where this object goes. No signal handler comes between, as it would in a
-        # `__del__` in Python, where what it raises is lost.
+        # When this object is collected, the callback puts the dead reference into the queue, which
+        # ends the thread. The callback is a function of C, so no signal handler runs in it. In a
+        # `__del__` of Python one might, and its exception would be lost.
         gone = weakref.ref(self, self._queue.put)
         self._thread = Thread(target=_serve, args=(self._queue, gone), name=name, daemon=True)
         start_thread(self._thread)
 
     @property
     def lives(self) -> bool:
-        """Whether its thread has not ended. In a forked child there is none."""
+        """Whether the thread runs. In a forked child it does not."""
         return self._thread.is_alive()
 
     def submit(self, compute: Callable[[], _Value]) -> Promise[_Value]:
-        """Compute it after what was submitted before. Waits for nothing."""
+        """Queue a computation behind those that were submitted before. It waits for nothing."""
         promise = Promise(compute)
         self._queue.put(promise)
         return promise
 
     def close(self) -> None:
-        """End the thread after what was submitted. Waits for nothing."""
+        """End the thread after the computations that were submitted. It waits for nothing."""
         self._queue.put(None)
 
 
 def _serve(queue: SimpleQueue[object], gone: weakref.ref[Worker]) -> None:
-    """The thread, until there is anything but a promise. It keeps `gone` alive, not the worker."""
+    """Run the promises of the queue, until something else comes. It is the work of a thread.
+
+    `gone` is not used here. It is an argument so that the thread keeps the weak reference alive,
+    without which its callback would never be called.
+    """
     while isinstance(promise := queue.get(), Promise):
         promise.run()
-        # Keep the value no longer than its reader does.
+        # Do not keep the value alive during the wait for the next promise.
         del promise

@@ -1,4 +1,6 @@
-"""Checks that the config and the processes of an `ExpertParallel` fit one another."""
+"""Checks of the arguments of an `ExpertParallel`: that its config and its group are usable, and
+that they fit each other.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from epmoe.native.arguments import describe
 
 
 def config_of(config: EPConfig | str | os.PathLike[str]) -> EPConfig:
-    """Load the config, if it is given by path or name. Raises TypeError for anything else,
-    ConfigError for a bad file.
+    """Return the config, and load it first if it is given by a path or a name. Raises TypeError for
+    any other argument, and ConfigError if the file is missing or wrong.
     """
     if isinstance(config, (str, os.PathLike)):
         return EPConfig.load(os.fspath(config))
@@ -29,18 +31,19 @@ def config_of(config: EPConfig | str | os.PathLike[str]) -> EPConfig:
 
 
 def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
-    """The group, if it is given as a mesh or not at all: then it is the world. Raises TypeError or
-    ValueError for anything else.
+    """Return the process group of the argument `group`. For a mesh it is the group of its last
+    dimension, and for None it is the world. Without torch.distributed it is None: this process is
+    alone. Raises TypeError or ValueError for any other argument.
     """
     if group is None:
-        # Without torch.distributed this process is alone.
         return dist.group.WORLD if dist.is_initialized() else None
     if isinstance(group, DeviceMesh):
         names = group.mesh_dim_names
         if not names or names[-1] != EP:
             raise ValueError(f"the last dimension of the mesh `group` must be {EP!r}, got {names}")
-        # A process group numbers its ranks in ascending order, a mesh by their places. Where these
-        # differ, a rank would hold the experts of one number under the name of the other.
+        # A process group numbers its ranks in ascending order, and a mesh numbers them by their
+        # places. If the two orders differed, a rank would hold the experts of one number and would
+        # be called by the other number.
         ranks = group.mesh
         if not bool((ranks.diff(dim=-1) > 0).all()):
             raise ValueError(
@@ -49,7 +52,7 @@ def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup 
             )
         return group.get_group(EP)
     if not isinstance(group, dist.ProcessGroup):
-        # `new_group` returns it to processes outside the group.
+        # `new_group` returns this value to processes outside the group.
         if group == dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(
                 "this process is no member of `group`: only its members may make an ExpertParallel "
@@ -62,7 +65,7 @@ def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup 
 
 
 def check_backend(group: dist.ProcessGroup | None) -> None:
-    """Raise ValueError for a group that cannot carry messages of hosts."""
+    """Raise ValueError for a group without a CPU backend, over which hosts exchange messages."""
     if group is not None and "cpu:" not in dist.get_backend_config(group):
         raise ValueError(
             f"`group` must have a CPU backend, got {dist.get_backend_config(group)!r}: use "
@@ -73,8 +76,8 @@ def check_backend(group: dist.ProcessGroup | None) -> None:
 def check_size(config: EPConfig, peers: Peers) -> None:
     """Raise ValueError unless the group has as many ranks as the config says.
 
-    Warns where a launcher has started several ranks, of which each is a group of one without
-    torch.distributed.
+    It warns if a launcher has started several ranks but torch.distributed is not initialised: each
+    rank would then be a group of its own.
     """
     if config.topology.ep_size != peers.size:
         hint = ""

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 
 class Tags(NamedTuple):
-    """Where two ranks call layers of different tags."""
+    """The tags of two ranks that are in different layers."""
 
     mine: int
+    """the tag of this rank"""
     rank: int
     """another rank"""
     theirs: int
@@ -21,8 +22,8 @@ class EPError(RuntimeError):
 
 
 def named_ranks(error: EPError) -> list[int]:
-    """Ranks whose end, or whose failure, has led to this error, as far as it says so: of the world
-    in an `EPTimeoutError`, otherwise of the group.
+    """The ranks whose end or failure has led to this error, if the error names any. For an
+    `EPTimeoutError` they are numbered in the world, and for all other errors in the group.
     """
     if isinstance(error, EPTimeoutError):
         return error.missing_global_ranks
@@ -177,7 +178,7 @@ class EPMismatchError(EPError, ValueError):
         self.differing_ranks = ranks
         self.tags = None if tags is None else Tags(*tags)
         self.differences = differences or {}
-        # The tags say most, then what differs by name.
+        # Different tags say most about the mistake. Next come values that differ and have a name.
         if self.tags is not None:
             what = _differing_tags(self.tags, ranks)
         elif self.differences:
@@ -191,6 +192,7 @@ class EPMismatchError(EPError, ValueError):
 
 
 def _differing_tags(tags: Tags, ranks: list[int]) -> str:
+    """The middle of the error's text for ranks in different layers."""
     return (
         f"this rank's tag is {tags.mine}, that of rank {tags.rank} is {tags.theirs}, and the calls "
         f"of rank(s) {ranks} differ. A tag names a layer, or in a backward round its "
@@ -201,6 +203,7 @@ def _differing_tags(tags: Tags, ranks: list[int]) -> str:
 
 
 def _differing_values(differences: Mapping[str, tuple[object, object]], ranks: list[int]) -> str:
+    """The middle of the error's text where it is known which values differ."""
     named = ", ".join(
         f"{name} is {mine} here and {theirs} there" for name, (mine, theirs) in differences.items()
     )
@@ -211,7 +214,9 @@ def _differing_values(differences: Mapping[str, tuple[object, object]], ranks: l
 
 
 def _differing_shapes(ranks: list[int], latched: bool) -> str:
-    """On GPUs, where the error is `latched`, more could differ."""
+    """The middle of the error's text where it is not known what differs. On GPUs, where the error
+    is `latched`, more properties of a call may differ.
+    """
     shape = ", dtype, layout or apply_router_weight_on_input" if latched else " or dtype"
     return (
         f"rank(s) {ranks} brought another number of experts per token, hidden size{shape} "
@@ -239,7 +244,8 @@ class EPRefusedError(EPError):
         super().__init__(f"rank(s) {ranks} {what}. No expert has moved on any rank")
 
 
-# The phase that was due, by the phases of a round that had ended or were under way.
+# The phase that was due, indexed by the argument `phases` of EPOrderError: the number of phases of
+# the round that had ended or were under way.
 _DUE = (
     "dispatch was due",
     "dispatch had not ended",

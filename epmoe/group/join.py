@@ -1,5 +1,5 @@
-"""How a rank joins a group: all ranks run the same steps, tell one another what they bring, and
-check that it fits.
+"""How a rank joins a group. All ranks run the same steps: each tells the others what it has and
+what it asks for, and all check that these values fit one another.
 """
 
 from __future__ import annotations
@@ -21,61 +21,72 @@ from epmoe.group.deaths import name_of_process
 from epmoe.group.errors import EPOpenError
 from epmoe.group.peers import MissingRankError, Peers
 
-# A generation, rank or seat that a new rank does not have yet.
+# The generation, rank and seat of a new rank, which has none yet.
 _NEW = -1
-# Keys that an error names.
+# An error names at most so many keys of a config.
 _MOST_NAMED = 8
 
 
 def _new_name() -> str:
+    """Make a name that no other call makes, in any process."""
     return secrets.token_hex(8)
 
 
 @dataclass(frozen=True)
 class JoinRequest:
-    """The values that a rank tells the others when it joins a group.
-
-    `config` is JSON, of the group to be. Without `placement.live`, if the rank `keeps` the
-    placement as far as it can, it is that of the group so far.
+    """The values that a rank tells the others when it joins a group. "The next group" is the group
+    that it joins, and "the group so far" the one that it comes from, if it is no new rank.
     """
 
     config: str
+    """the config of the next group, as JSON. If the rank `keeps` its placement, and experts do not
+    move, it is the config of the group so far.
+    """
     origin: str = field(default_factory=_new_name)
-    """of all ranks that were ever in one group"""
+    """a name that is the same on all ranks that were ever in one group"""
     generation: int = _NEW
-    """groups that the rank has had before the present one"""
+    """how many groups the rank has had before the group so far"""
     rank: int = _NEW
-    """in the group so far"""
+    """the number of the rank in the group so far"""
     keeps: bool = False
+    """whether the experts are to stay on their ranks as far as possible"""
     held: list[list[int]] | None = None
-    """with `placement.live`, slots [layers][S] that the rank keeps or has read"""
+    """with `placement.live`: the experts in the slots [layers][S] that the rank keeps, or that it
+    has read from a file
+    """
     spread_lost: bool = False
-    """that of `ExpertParallel.resume`"""
+    """the argument `spread_lost` of `ExpertParallel.resume`"""
     process: str = field(default_factory=name_of_process)
+    """the name of the rank's process"""
     seat: int = _NEW
-    """in the groups so far"""
+    """the seat that the rank has had so far"""
     versions: list[Any] = field(default_factory=list)
-    """of a trainer's weights that the rank has: `HeldVersions.said`"""
+    """the versions of a trainer's weights that the rank has, as `HeldVersions.said` returns them"""
     attempt: str = field(default_factory=_new_name)
-    """rank 0's names this attempt to open a group"""
+    """a name for this attempt to open a group; the name of rank 0 counts"""
 
     @property
     def is_new(self) -> bool:
-        """Whether the rank comes from no group so far."""
+        """Whether the rank comes from no group."""
         return self.generation == _NEW
 
 
 @dataclass
 class Agreement:
-    """The values on which the ranks of a group have agreed. It is empty until they have."""
+    """The values on which the ranks of the next group have agreed. It is empty until `reach` has
+    been called.
+    """
 
     requests: list[JoinRequest] = field(default_factory=list)
-    """of all ranks, in rank order"""
+    """the requests of all ranks, in rank order"""
     origin: str = ""
+    """the origin of the ranks, see `JoinRequest`"""
     generation: int = 0
-    """of the group to be"""
+    """the generation of the next group"""
     former: list[int] | None = None
-    """if the ranks keep the placement, their ranks in the group so far"""
+    """the numbers of the ranks in the group so far, in the order of their numbers in the next
+    group; None if the ranks do not keep their placement
+    """
 
     @property
     def attempt(self) -> str:
@@ -85,7 +96,9 @@ class Agreement:
         return self.requests[0].attempt
 
     def seats(self, config: EPConfig) -> Seats:
-        """Where the ranks sit in the group to be, of this config."""
+        """The seats of the ranks in the next group, which has this config. Ranks keep the seats
+        that they have had.
+        """
         if config.topology.max_ranks is None:
             return Seats.full(len(self.requests))
         had = [(request.generation, request.seat) for request in self.requests]
@@ -93,20 +106,21 @@ class Agreement:
 
     @property
     def name(self) -> str:
-        """The same on all ranks, and of no other attempt."""
+        """A name of the next group. It is the same on all ranks, and no other attempt has it."""
         return f"{self.origin}.{self.generation}.{self.attempt}"
 
     def reach(self, peers: Peers, request: JoinRequest) -> None:
-        """Exchange requests with the other ranks. Collective: all ranks agree, or all raise
-        ValueError.
+        """Exchange requests with the other ranks, and fill this object. Collective: all ranks
+        agree, or all raise ValueError.
 
-        With `placement.live` any ranks may keep their experts, in any order and with new ranks:
-        each brings its slots.
+        If the ranks keep a placement, they must be ranks of one group, in their old order. With
+        `placement.live` ranks may come in any order, also with new ranks, since each of them brings
+        the slots that it holds.
         """
         requests = [JoinRequest(*values) for values in peers.all_gather(astuple(request))]
         self.requests = requests
 
-        # Ranks that come from a group come from the same one.
+        # Check that all ranks that come from a group come from the same one.
         known = [request for request in requests if not request.is_new]
         if len({request.origin for request in known}) > 1:
             raise ValueError(
@@ -114,7 +128,8 @@ class Agreement:
                 "on all ranks"
             )
 
-        # Experts that stay where they are need the ranks of that group, in its order.
+        # Check that experts can stay where they are: their placement is by number of rank, so the
+        # ranks must be of one group, in its order.
         newest = max(request.generation for request in requests)
         former = [request.rank for request in requests]
         keeps = any(request.keeps for request in requests)
@@ -128,7 +143,7 @@ class Agreement:
                     "order"
                 )
 
-        # All ask for the same.
+        # Check that all ranks ask for the same.
         self._check_equal("keeps", "`placement`", peers.rank)
         self._check_equal("spread_lost", "`spread_lost`", peers.rank)
         self._check_equal("config", "config", peers.rank)
@@ -139,8 +154,9 @@ class Agreement:
             self.former = former
 
     def _check_equal(self, key: str, what: str, rank: int) -> None:
-        """Raise ValueError if a field of requests, called `what`, differs between ranks that have
-        an opinion of it. New ranks only have one of the config.
+        """Raise ValueError if the field `key` of another rank's request differs from that of this
+        rank, `rank`. The error calls the field `what`. New ranks do not count, except for the field
+        "config": a new rank asks for nothing else.
         """
         values = {}
         for number, request in enumerate(self.requests):
@@ -161,10 +177,11 @@ class Agreement:
 
 
 def _differing(configs: list[str], rank: int, others: list[int]) -> str:
-    """Say in which keys the configs of ranks differ, and the values: the end of a sentence. The
-    words come from other ranks.
+    """Say in which keys the configs of the `others` differ from the config of `rank`, with the
+    values. The result is the end of a sentence; it is "" if no key differs.
     """
-    # A config is JSON of sections, each of keys.
+    # A config has sections, and a section has keys. The values come from other processes, so the
+    # text of each is limited by `reprlib`.
     mine = json.loads(configs[rank])
     differences = list[str]()
     for other in others:
@@ -184,14 +201,15 @@ def _differing(configs: list[str], rank: int, others: list[int]) -> str:
 
 @contextmanager
 def opening(peers: Peers, then: Callable[[], object]) -> Iterator[Agreement]:
-    """Open a group within this context, a step of `Peers.together`. `then` makes this rank one of
-    the group.
+    """Open a group within this context, which is a step of `Peers.together`.
 
-    Yields an agreement to be reached. Raises EPOpenError, which names ranks that are missing.
+    It yields an empty agreement; the body of the context calls `reach`. `then` is called once all
+    ranks have succeeded, and makes this rank a rank of the group. Raises EPOpenError, which names
+    the missing ranks, if ranks have ended or do not come.
     """
     check_backend(peers.group)
     agreement = Agreement()
-    # Others need not wait for the answer of a rank that has ended.
+    # Leave the name of this process. If it ends, the others need not wait for its answer.
     if peers.size > 1:
         RollCall.of(peers, "opening").arrive()
     try:
@@ -203,6 +221,7 @@ def opening(peers: Peers, then: Callable[[], object]) -> Iterator[Agreement]:
         missing = roll_call.missing([], OPENING_ANSWER_S)
         global_ranks = [peers.global_ranks[rank] for rank in missing]
         raise EPOpenError(peers.timeout_s, missing, global_ranks) from error.__cause__
-    # The last gather may have failed on another rank, which then asks who is missing.
+    # The last gather may have failed on another rank. That rank asks which ranks are missing, so
+    # say that this rank is not.
     if peers.size > 1:
         RollCall.of(peers, "opening", agreement.attempt).succeed()

@@ -1,4 +1,6 @@
-"""A rank of a group that can join another group: an `ExpertParallel`."""
+"""What the modules of this package need of an `ExpertParallel`: a rank of a group that can join
+another group.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,19 @@ _Result = TypeVar("_Result")
 
 
 class Follower(Protocol):
-    """What a layer keeps for the experts of its rank, such as adapters, and what a change of the
-    group concerns.
+    """An object of a layer that depends on the experts of its rank, such as its adapters. It must
+    follow when the group changes.
     """
 
     def regroup(self, experts: int, whole: bool) -> None:
-        """This rank has so many experts now, in another group. `whole`: all ranks hold the same
-        ones as before.
+        """Follow this rank into another group, where it has `experts` experts. With `whole` all
+        ranks hold the same experts as before.
         """
 
 
 class Member(Protocol):
+    """The part of `ExpertParallel` that this package uses. `ExpertParallel` explains each name."""
+
     config: EPConfig
     placement: Placement
     group: dist.ProcessGroup | None

@@ -32,13 +32,17 @@ WeightsOn = Literal["combine", "rows", "both"]
 MOVES = (
     "`placement.live` must be unset for training, which needs one placement forward and backward"
 )
-# Elements of a row: with its scales it has 64 KiB, the longest that a call can say.
-_MOST_FP8 = 63488
+# The most elements that a token may have if it travels as fp8. Its row of fp8 elements and scales
+# then has 64 KiB, which is the longest row that kernels accept.
+_MAX_FP8_HIDDEN_SIZE = 63488
 
 
 def fits_graphs() -> bool:
-    """Whether a graph of torch.compile may hold rounds. Its partitioner fails where it wants to run
-    them twice: within a memory budget, and in a checkpoint.
+    """Whether a graph of torch.compile may hold rounds.
+
+    The partitioner of torch.compile runs some operators a second time in the backward pass, if the
+    user sets a memory budget for activations or compiles within a checkpoint. A round must not run
+    twice, so the partitioner fails on it. In these two cases the layer runs between graphs.
     """
     from epmoe.local.between_graphs import is_in_checkpoint
 
@@ -46,27 +50,34 @@ def fits_graphs() -> bool:
 
 
 class Pending(NamedTuple):
-    """The values of a dispatch, besides its rows, that combine and the backward pass need."""
+    """What `dispatch` keeps for `combine` and for the backward pass, besides the rows."""
 
     round_tag: Tensor
+    """fp32 [1] in host memory: see operators.py"""
     ids: Tensor
+    """int [T, K], the experts of each token"""
     weights: Tensor
+    """[T, K], the weights of these experts"""
     num_tokens: Tensor | None
+    """the number of real tokens, a scalar on the device; None: `num_real` is this number"""
     num_real: int
-    row_weights: Tensor | None  # where combine alone applies them
+    row_weights: Tensor | None
+    """fp32 [N], the weight of each row, if combine alone applies weights; otherwise None"""
     aligned: bool
-    round: int  # its number
+    round: int
+    """the number of the open round; 0 where a compiler traces, which knows no number"""
 
 
 class Opening(NamedTuple):
-    """The checked arguments of a call that open its round, besides tokens."""
+    """The checked arguments of `dispatch` that say how large its round is."""
 
     num_tokens: Tensor | None
-    """a scalar on the device; None: `num_real` holds"""
+    """the number of real tokens, a scalar on the device; None: `num_real` is this number"""
     num_real: int
     num_rows: int
-    """N, or EXACT"""
+    """N, the number of rows to make; or EXACT"""
     aligned: bool
+    """whether segments start at multiples of the config's alignment"""
 
 
 class Routed(NamedTuple):
@@ -96,24 +107,25 @@ class Routed(NamedTuple):
 class TrainingExchange:
     """Dispatch and combine with gradients, over the windows of an `ExpertParallel`.
 
-    The backward pass of a layer is one round, with the number of its forward round: all ranks run
-    the same rounds in the same order, see docs/training.md, "What all ranks must do". Gradients
-    have the same bits on every run. Several layers may share one; each dispatch has its number as
-    `tag`.
+    The backward pass of a layer runs one round, whose tag is the number of the layer's forward
+    round. All ranks must run the same rounds in the same order: see docs/training.md, "What all
+    ranks must do". Gradients have the same bits on every run. Several layers may share one
+    `TrainingExchange`. Each layer then gives its own number to `dispatch` as `tag`.
 
     Args:
         ep: an ExpertParallel of one node, with rows and sums in their own dtype.
-        backward: carries the rounds of backward passes, so that these may overlap with forward
-            rounds; of the same config. By default `ep`.
-        payload: in which tokens travel forward; the same on all ranks. "auto": in the dtype of x.
-            "fp8": as e4m3 with an fp32 scale for each 128 elements of a token. `Routed.rows` are
-            then the values that have arrived, in the dtype of x. Gradients travel in the dtype of
-            x, and are those of the tokens as if nothing had been rounded.
+        backward: a second ExpertParallel with the same config, which carries the rounds of backward
+            passes. These may then overlap with forward rounds. By default `ep` carries them, too.
+        payload: the format in which tokens travel forward, the same on all ranks. "auto": the dtype
+            of x. "fp8": e4m3 with an fp32 scale for every 128 elements of a token. `Routed.rows`
+            are then the rounded values, converted back to the dtype of x. Gradients always travel
+            in the dtype of x, and are computed as if the tokens had not been rounded.
 
     Raises:
         TypeError: an argument is no ExpertParallel.
-        ValueError: `payload` is neither; the config has another payload than "auto", several nodes,
-            or experts that move; or `backward` differs.
+        ValueError: `payload` is neither "auto" nor "fp8"; the config has another payload than
+            "auto", several nodes, or experts that move; or the config of `backward` differs from
+            that of `ep`.
     """
 
     def __init__(
@@ -156,7 +168,9 @@ class TrainingExchange:
         self.directions = Directions(Rounds(ep, self._wire), Rounds(backward or ep))
         with torch.inference_mode(False):
             self.anchor = torch.zeros(0, device=ep.device, requires_grad=True)
-            """makes a round a part of every graph"""
+            """An empty input of dispatch that requires grad. Through it, dispatch gets a node in
+            the graph of autograd, even if no token and no weight requires grad on this rank.
+            """
         self.wrappers = Wrappers(self, ep)
 
     def dispatch(
@@ -171,29 +185,32 @@ class TrainingExchange:
         tag: int = 0,
         aligned: bool = False,
     ) -> Routed:
-        """Send each token once to each rank that holds one of its experts. Collective; opens a
-        round.
+        """Send each token once to each rank that holds one of its experts. This opens a round.
+        Collective.
 
-        Pairs of weight 0 travel, too, since their weight has a gradient.
+        A pair (token, expert) with the weight 0 travels like any other, since the weight has a
+        gradient. `ExpertParallel.dispatch` says more about `x`, `ids`, `num_tokens`, `tag` and
+        `aligned`.
 
         Args:
-            x: [T, D] fp32, fp16 or bf16; see `ExpertParallel.dispatch`, also for `ids`,
-                `num_tokens`, `tag` and `aligned`.
-            ids: int32 or int64 [T, K].
+            x: T tokens with D elements each: [T, D] fp32, fp16 or bf16.
+            ids: the K experts of each token, int32 or int64 [T, K].
             weights: fp32, fp16 or bf16 [T, K]. A pair whose weight is not finite has no row, and
                 its weight gets a gradient of 0.
-            weights_on: who applies the weights. "combine": combine does, whose backward pass needs
-                the experts' outputs, and takes a pass over them. "rows": the experts do, by
-                `row_weights`; combine only adds. "both": combine applies them to outputs, and the
-                experts apply `row_weights` to gradients, as `GroupedExperts` do: sums have the bits
-                of serving, and nobody keeps outputs.
-            num_rows: N. "exact": as many rows as have arrived, for which the host waits. They come
-                through the window, up to `capacity.max_expert_rows`. A number, multiple of the
-                alignment: the host waits for nothing. Pairs whose row lies past the limit are
-                dropped, or an error (`capacity.on_overflow`).
-            num_tokens: real tokens.
-            tag: a number for the layer.
-            aligned: segments start at multiples of `config.alignment`.
+            weights_on: who applies the weights. "combine": combine multiplies the experts' outputs
+                by the weights. Its backward pass needs these outputs, and reads them once more.
+                "rows": the experts multiply by `row_weights`, and combine only adds. "both":
+                combine multiplies the outputs, and the experts multiply the gradients by
+                `row_weights`, as `GroupedExperts` do. The sums then have the same bits as in
+                serving, and the outputs need not be kept.
+            num_rows: N, the number of rows that dispatch returns. "exact": as many rows as have
+                arrived. The host waits for this number, and the rows come through the window, so
+                there may be up to `capacity.max_expert_rows`. A number, which must be a multiple of
+                the alignment: the host waits for nothing. Pairs whose row does not fit are dropped,
+                or are an error, as `capacity.on_overflow` says.
+            num_tokens: the number of real tokens. Later tokens are padding.
+            tag: the number of the layer.
+            aligned: whether segments start at multiples of `config.alignment`.
 
         Returns:
             The open round.
@@ -203,8 +220,9 @@ class TrainingExchange:
             ValueError: an argument has another value, shape or device.
             RuntimeError: DDP or torch's `fully_shard` has a model with this exchange in a module
                 with experts that are not spread, and takes them for alike on all ranks.
-            EPError: what `ExpertParallel.dispatch` raises.
+            EPError: the round fails, in the ways that `ExpertParallel.dispatch` names.
         """
+        # A graph that may not hold a round ends here. The round runs between two graphs.
         compiles = torch.compiler.is_compiling()
         if compiles and not fits_graphs():
             options = {"weights_on": weights_on, "num_rows": num_rows, "num_tokens": num_tokens}
@@ -228,31 +246,52 @@ class TrainingExchange:
         refuse_tangents(x, weights)
         check_tensor("ids", ids, INTS, (x.shape[0], "K"), device)
         check_tensor("weights", weights, FLOATS, (x.shape[0], ids.shape[1]), device)
-        tokens, num_real, rows_at_most, aligned = self.opening(x, num_rows, num_tokens, aligned)
-        by_experts = weights_on != "combine"
+        opening = self.opening(x, num_rows, num_tokens, aligned)
+        experts_get_weights = weights_on != "combine"
 
-        # Open the round.
+        # Open the round. Operators take their arguments by position, which costs the host less.
         rows, offsets, counts, row_weights, round_tag = train_dispatch(
             x,
             ids,
             weights,
-            tokens,
-            num_real,
+            opening.num_tokens,
+            opening.num_real,
             self.anchor,
-            rows_at_most,
+            opening.num_rows,
             weights_on == "rows",
             tag,
-            aligned,
+            opening.aligned,
             self.directions.number,
         )
-        number = 0 if compiles else ep.exchange.rounds.count
-        kept = None if by_experts else row_weights
-        pending = Pending(round_tag, ids, weights, tokens, num_real, kept, aligned, number)
-        alignment = ep.config.alignment if aligned else 1
 
-        # Either the caller gets the weights of rows, or combine does.
-        given_weights = row_weights if by_experts else None
-        return Routed(rows, offsets, counts, given_weights, alignment, pending)
+        # A compiler traces this once for many rounds, so that there is no one number to keep.
+        round_number = 0 if compiles else ep.exchange.rounds.count
+
+        # The weights of rows go either to the experts, through the caller, or to combine.
+        weights_for_experts = None
+        weights_for_combine = None
+        if experts_get_weights:
+            weights_for_experts = row_weights
+        else:
+            weights_for_combine = row_weights
+        pending = Pending(
+            round_tag=round_tag,
+            ids=ids,
+            weights=weights,
+            num_tokens=opening.num_tokens,
+            num_real=opening.num_real,
+            row_weights=weights_for_combine,
+            aligned=opening.aligned,
+            round=round_number,
+        )
+        return Routed(
+            rows=rows,
+            expert_offsets=offsets,
+            tokens_per_expert=counts,
+            row_weights=weights_for_experts,
+            alignment=ep.config.alignment if opening.aligned else 1,
+            handle=pending,
+        )
 
     def opening(
         self,
@@ -261,13 +300,19 @@ class TrainingExchange:
         num_tokens: int | Tensor | None,
         aligned: bool,
     ) -> Opening:
-        """Check the arguments of `dispatch`, with its errors, besides ids and weights."""
+        """Check the arguments of `dispatch` that say how large its round is. Raises the errors that
+        `dispatch` names.
+        """
+        # With fp8, a token is cut into blocks of elements that share a scale.
+        hidden_size = x.shape[1]
         block = self._wire.block
-        if block and (x.shape[1] % block or x.shape[1] > _MOST_FP8):
+        if block and (hidden_size % block or hidden_size > _MAX_FP8_HIDDEN_SIZE):
             raise ValueError(
-                f"`x` must be [T, D] with D a multiple of {block} up to {_MOST_FP8} for fp8, got "
-                f"{describe(x)}"
+                f"`x` must be [T, D] with D a multiple of {block} up to {_MAX_FP8_HIDDEN_SIZE} for "
+                f"fp8, got {describe(x)}"
             )
+
+        # The config may ask for aligned segments in every round.
         config = self.ep.config
         aligned = aligned or config.capacity.alignment is not None
         alignment = config.alignment if aligned else 1
@@ -275,12 +320,12 @@ class TrainingExchange:
         return Opening(tokens, num_real, self._num_rows(num_rows, alignment), aligned)
 
     def combine(self, expert_rows: Tensor, routed: Routed) -> Tensor:
-        """Sum the outputs of each token's experts: y [T, D] in the dtype of x. Collective; closes
-        the round `routed`.
+        """Sum the outputs of each token's experts: y [T, D] in the dtype of x. This closes the
+        round `routed`. Collective.
 
         `expert_rows` are the experts' outputs [N, D] in the dtype and order of `routed.rows`. Rows
-        without a pair may hold anything. Errors are those of `ExpertParallel.combine`, and
-        EPStateError where the round is not the open one.
+        in the gaps between segments may hold anything. Raises the errors of
+        `ExpertParallel.combine`, and EPStateError if `routed` is not the open round.
         """
         if not isinstance(routed, Routed):
             raise TypeError(f"`routed` must be what dispatch returned, got {describe(routed)}")
@@ -291,24 +336,26 @@ class TrainingExchange:
             tuple(routed.rows.shape),
             self.ep.device,
         )
-        round_tag, ids, weights, num_tokens, num_real, row_weights, aligned, number = routed.handle
+        pending = routed.handle
 
-        # Another open round than this one would give the sums of its tokens.
-        if number and not torch.compiler.is_compiling():
+        # If another round were open, combine would return the sums for the tokens of that round.
+        if pending.round and not torch.compiler.is_compiling():
             open_round = self.ep.exchange.rounds.count
-            if number != open_round:
+            if pending.round != open_round:
                 raise EPStateError(
-                    f"`routed` must be the open round {open_round}, got round {number}"
+                    f"`routed` must be the open round {open_round}, got round {pending.round}"
                 )
+
+        # Operators take their arguments by position, which costs the host less.
         y: Tensor = train_combine(
             expert_rows,
-            row_weights,
-            round_tag,
-            ids,
-            weights,
-            num_tokens,
-            num_real,
-            aligned,
+            pending.row_weights,
+            pending.round_tag,
+            pending.ids,
+            pending.weights,
+            pending.num_tokens,
+            pending.num_real,
+            pending.aligned,
             self.directions.number,
         )
         return y
@@ -317,9 +364,14 @@ class TrainingExchange:
     def giving_up(
         self, tag: int, weights_on: WeightsOn, shape: Callable[[], RoundShape]
     ) -> Iterator[None]:
-        """Run a forward round within this context, with `ExpertParallel.giving_up`. If the block
-        raises, this rank calls `skip` with what `shape` returns and the other two arguments.
+        """Run a forward round within this context, so that an exception in it does not leave the
+        other ranks waiting.
+
+        If the block raises, this rank aborts the round that the block has opened. If the block has
+        opened none, this rank takes part in the round without tokens, by `skip`. `shape` returns
+        the shape of the round, and is called only then.
         """
+        # A compiler that traces this code runs no round, so there is none to give up.
         if torch.compiler.is_compiling():
             yield
             return
@@ -339,21 +391,25 @@ class TrainingExchange:
         weights_on: WeightsOn,
         shape: Callable[[], RoundShape],
     ) -> None:
-        """Give a round up after an exception, as `giving_up` does. `exchange` is that of `ep` where
-        the block began, and `before` its count of rounds there.
+        """End a round after an exception on this rank, as `giving_up` describes.
+
+        `exchange` is the exchange that `ep` had when the round's code began, and `before` is its
+        count of rounds at that time. From these two the exchange knows whether the code has opened
+        the round. Callers that cannot afford the context manager `giving_up` call this themselves.
         """
         try:
             exchange.give_up(before, lambda: self.skip(shape(), weights_on=weights_on, tag=tag))
         finally:
+            # The other ranks know of the exception, so this rank owes them no backward rounds.
             self.directions.owed.mark_informed(self.directions)
 
     def skip(self, shape: RoundShape, *, weights_on: WeightsOn = "combine", tag: int = 0) -> None:
-        """Take part in a forward round without tokens, and abort it, as `ExpertParallel.skip` does,
-        with its errors.
+        """Take part in a forward round without tokens, and abort it. `ExpertParallel.skip` does the
+        same for a round without gradients, and raises the same errors.
 
-        Arguments are those of `dispatch` on the other ranks.
+        The arguments must be those with which the other ranks call `dispatch`.
         """
-        with self.directions.numbering():
+        with self.directions.counting_forward_round():
             self.directions.forward.skip(shape, tag, ON_ROWS if weights_on == "rows" else FORWARD)
 
     @property
@@ -365,7 +421,7 @@ class TrainingExchange:
         return f"TrainingExchange({self.ep!r})"
 
     def _num_rows(self, num_rows: int | Literal["exact"], alignment: int) -> int:
-        """The checked `num_rows` of `dispatch` as an int: N, or EXACT."""
+        """Check the argument `num_rows` of `dispatch`. Returns the number, or EXACT for "exact"."""
         if num_rows == "exact":
             return EXACT
         is_number = isinstance(num_rows, int) and not isinstance(num_rows, bool)

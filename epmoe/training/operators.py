@@ -57,7 +57,7 @@ def train_dispatch(
     directions = find(number)
     real = num_real if num_tokens is None else num_tokens
     call = Call(x, ids, weights, num_tokens=real, tag=tag, aligned=aligned)
-    with directions.owed.informed_on_error(directions), directions.numbering():
+    with directions.owed.informed_on_error(directions), directions.counting_forward_round():
         arrived = directions.forward.out(call, num_rows, ON_ROWS if on_rows else FORWARD)
     rows, offsets, tokens, row_weights, _ = arrived
     assert row_weights is not None

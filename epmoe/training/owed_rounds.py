@@ -1,10 +1,14 @@
-"""Both directions of an exchange, which operators find by a number; and the backward rounds that
-this rank owes the other ranks.
+"""The forward and backward rounds of a `TrainingExchange`, and the backward rounds that this rank
+still owes the other ranks.
 
-An exception may end a backward pass before all its rounds have run. The other ranks wait in these
-rounds, so this rank aborts the open one, or takes part in the next one without tokens: then the
-other ranks get an EPAbortedError. On GPUs their hosts may have launched more rounds of the pass, so
-this rank takes part in all of them.
+A forward pass is followed by a backward pass, which runs one round for each layer. All ranks must
+run these rounds, so a graph with a layer *owes* one round to the other ranks until the round runs.
+
+An exception may end the backward pass of this rank before all its rounds have run. The other ranks
+then wait in the next round. So this rank aborts the round that is open; if none is open, it takes
+part in the next round without tokens, and aborts that round. The other ranks get an EPAbortedError
+in place of a timeout. On GPUs, the hosts of the other ranks may already have launched all later
+rounds of the pass, so this rank takes part in all of these.
 """
 
 from __future__ import annotations
@@ -28,21 +32,27 @@ from epmoe.service import ExpertParallel
 from epmoe.training.rounds import BACKWARD, Rounds
 
 ERRORS_OF_ALL = (EPAbortedError, EPMismatchError, EPTimeoutError)
-"""Errors of a round that all its ranks get: nobody owes the others a round any more."""
+"""Errors that all ranks of a round get. After one of them no rank waits for another, so that no
+rank owes a round any more.
+"""
 
 
 class OwedRound(NamedTuple):
-    """A backward round that combine's node of a graph opens once the pass reaches it."""
+    """A backward round that has not run yet. A node of autograd's graph, that of combine or of the
+    whole layer, opens the round when the backward pass reaches this node.
+    """
 
     order: int
-    """the place of its forward round among all of this process"""
+    """the number of the forward round among all forward rounds of this process. A backward pass
+    runs its rounds in the reverse order.
+    """
     shape: RoundShape
     tag: Tensor | int
-    """of the round; a tensor is in host memory, of one element"""
+    """the tag of the backward round; if it is a tensor, it has one element and is in host memory"""
 
 
 class RoundCounts(NamedTuple):
-    """Rounds that the exchanges of both directions have opened so far."""
+    """How many rounds the exchange of each direction has opened so far."""
 
     forward: int
     backward: int
@@ -53,7 +63,7 @@ class BackwardPass:
     """A backward pass that is running."""
 
     owed: dict[int, OwedRound]
-    """by their order, the rounds of the pass that have not begun"""
+    """the rounds of this pass that have not begun, by their `order`"""
     last_round: int = -1
     """the number of the last round that the pass has opened"""
 
@@ -63,10 +73,13 @@ class BackwardPass:
 
 
 class Directions:
-    """The forward and backward rounds of one exchange.
+    """The forward and backward rounds of one `TrainingExchange`.
 
-    `owed` are the rounds that backward passes owe, of all exchanges whose backward passes use the
-    same windows.
+    Operators of torch cannot take Python objects as arguments. They take `number` in place of this
+    object, and look it up by `find(number)`.
+
+    `owed` keeps the rounds that backward passes still owe. Exchanges that share the windows of
+    their backward rounds share one `owed`, since an exception in one of them ends the pass for all.
     """
 
     def __init__(self, forward: Rounds, backward: Rounds) -> None:
@@ -77,49 +90,64 @@ class Directions:
 
     @property
     def generation(self) -> int:
-        """The generation of the group. Rows of one generation do not fit another."""
+        """The generation of the group, which changes when ranks leave or come. Rows of one
+        generation do not fit the windows of another.
+        """
         return self.forward.ep.generation
 
     @property
     def counts(self) -> RoundCounts:
-        """Rounds so far."""
-        return RoundCounts(self.forward.exchange.rounds.count, self.backward.exchange.rounds.count)
+        """How many rounds each direction has opened so far."""
+        return RoundCounts(
+            forward=self.forward.exchange.rounds.count,
+            backward=self.backward.exchange.rounds.count,
+        )
 
     def check_generation(self, generation: int) -> None:
-        """Raise EPStateError if the group has changed since a forward pass of `generation`."""
+        """Raise EPStateError if the group has changed since a forward pass that ran in
+        `generation`.
+        """
         if generation != self.generation:
             raise EPStateError(
                 "this backward pass belongs to a forward pass before `resume`, whose rows are gone"
             )
 
-    def numbering(self) -> AbstractContextManager[None]:
-        """Number the forward round that opens within this context, by `rounds.trained`. Its
-        backward round has this number as its tag.
+    def counting_forward_round(self) -> AbstractContextManager[None]:
+        """Count the forward round that opens within this context, in `rounds.trained` of the
+        backward rounds. The count is the tag of the backward round: see `backward_tag`.
         """
-        return _Numbering(self)
+        return _CountingForwardRound(self)
 
-    def last_number(self) -> int:
-        """The number of the last forward round, which is the tag of its backward round."""
+    def backward_tag(self) -> int:
+        """The tag of the backward round that belongs to the last forward round.
+
+        It is the number of this forward round, so that ranks whose graphs run backward in different
+        orders get an EPMismatchError.
+        """
         return self.backward.exchange.rounds.trained & constant("kMaxTag")
 
     def new_round_tag(self) -> Tensor:
-        """`last_number` as a tensor, fp32 [1] in host memory."""
-        return torch.full((1,), self.last_number(), dtype=torch.float32, device="cpu")
+        """`backward_tag` as a tensor, fp32 [1] in host memory."""
+        return torch.full((1,), self.backward_tag(), dtype=torch.float32, device="cpu")
 
 
-class _Numbering(AbstractContextManager[None]):
-    """`Directions.numbering`. A class, since a generator would take the host longer."""
+class _CountingForwardRound(AbstractContextManager[None]):
+    """The context of `Directions.counting_forward_round`. It is a class, since a context manager
+    made of a generator would take the host longer in every round.
+    """
 
     def __init__(self, directions: Directions) -> None:
-        self._rounds = directions.forward.exchange.rounds
-        self._numbered = directions.backward.exchange.rounds
-        self._before = self._rounds.count
+        self._forward_rounds = directions.forward.exchange.rounds
+        self._backward_rounds = directions.backward.exchange.rounds
+        self._count_before = self._forward_rounds.count
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After a mismatch no rank counts the round: ranks that serve have counted none.
+        # After a mismatch no rank counts the round. The other ranks may have run a round without
+        # gradients, which they do not count either.
         if kind is not None and issubclass(kind, EPMismatchError):
             return
-        self._numbered.trained += self._rounds.count - self._before
+        # The difference is 0 if the block raised before it had opened the round.
+        self._backward_rounds.trained += self._forward_rounds.count - self._count_before
 
 
 class OwedRounds:
@@ -128,37 +156,42 @@ class OwedRounds:
     """
 
     def __init__(self) -> None:
-        # The owed round of each node of combine, while its graph lives.
+        # The owed round of each node of autograd. The key is weak: a graph that the caller drops
+        # owes nothing any more.
         self._by_node = WeakKeyDictionary[Any, OwedRound]()
-        # Passes that run, by the number that autograd's engine gives them.
+        # The backward passes that are running, by the id that autograd's engine gives a pass.
         self._passes = WeakValueDictionary[int, BackwardPass]()
         # The counts of rounds when the other ranks last learned of an exception.
         self._informed_at = RoundCounts(-1, -1)
 
     def add(self, node: object, shape: RoundShape, tag: Tensor | int) -> int:
-        """Keep the backward round that a node of a graph will open. Returns its order."""
+        """Note that a node of autograd's graph will open a backward round of this shape and tag.
+
+        The forward pass calls it once a layer's round is closed. Returns the `order` of the round,
+        with which the backward pass calls `begin`.
+        """
         owed = OwedRound(next(_orders), shape, tag)
         self._by_node[node] = owed
         return owed.order
 
     def mark_informed(self, directions: Directions) -> None:
-        """Note that the other ranks know of this rank's exception, or have it, too. Nobody owes
-        them a round then.
+        """Note that the other ranks have learned of this rank's exception, or have got the same
+        one. This rank then owes them no round, until another round opens.
         """
         self._informed_at = directions.counts
 
     def informed_on_error(self, directions: Directions) -> AbstractContextManager[None]:
-        """Run a round within this context. If it raises an error that all ranks get, they are
-        marked as informed.
+        """Run a round within this context. If the block raises an error that all ranks get, the
+        other ranks are marked as informed.
         """
         return _InformedOnError(self, directions)
 
     def begin(self, directions: Directions, order: int) -> BackwardPass | None:
-        """Take the round of this order off what the running backward pass owes, since the pass
-        opens it next or needs none.
+        """Remove a round from those that the running backward pass owes. The caller is about to
+        open this round, or has found that the pass does not need it.
 
-        Returns the pass, whose `note_opened` is to follow once the round is open; None where no
-        pass runs.
+        Returns the running pass. The caller calls its `note_opened` once the round is open. Returns
+        None if no backward pass runs on this thread.
         """
         running = self._running(directions)
         if running is not None:
@@ -166,28 +199,35 @@ class OwedRounds:
         return running
 
     def _running(self, directions: Directions) -> BackwardPass | None:
-        """The backward pass that runs on this thread, if one does."""
-        number = torch._C._current_graph_task_id()
-        if number < 0:
+        """The backward pass that runs on this thread, or None. The first call in a pass collects
+        the rounds of the pass.
+        """
+        # autograd's engine returns −1 on a thread that runs no backward pass.
+        pass_id = torch._C._current_graph_task_id()
+        if pass_id < 0:
             return None
-        running = self._passes.get(number)
+        running = self._passes.get(pass_id)
         if running is None:
             running = self._watch_new_pass(directions)
-            self._passes[number] = running
+            self._passes[pass_id] = running
         return running
 
     def _watch_new_pass(self, directions: Directions) -> BackwardPass:
-        """Collect the rounds of the pass that runs, and watch its end.
+        """Collect the rounds of the backward pass that is running, and watch how the pass ends.
 
-        The engine calls the callback at the end of the pass, and drops it if the pass raises.
+        The engine of autograd calls a callback when a pass ends well. It tells nobody that a pass
+        has raised, but drops the callback then. So a weak reference to the callback, which is
+        removed when the callback is called, notices a pass that has raised.
         """
+        # The graph of this process may have more nodes than this pass visits.
         owed = {}
-        for node, round_ in self._by_node.items():
+        for node, owed_round in self._by_node.items():
             if is_of_pass(node):
-                owed[round_.order] = round_
+                owed[owed_round.order] = owed_round
         running = BackwardPass(owed)
+
+        # Watch the end of the pass. `weakref.finalize` would take the host three times as long.
         at_end = _AtEndOfPass(self, directions, running)
-        # `weakref.finalize` would take the host three times as long.
         watch = ref(at_end, partial(self._pass_raised, directions, running))
         at_end.watch = watch
         _watched.add(watch)
@@ -195,28 +235,45 @@ class OwedRounds:
         return running
 
     def _pass_raised(self, directions: Directions, running: BackwardPass, watch: ref[Any]) -> None:
-        """The engine has dropped the callback of a pass, which has raised."""
+        """Run what a backward pass owes after it has raised. Python calls this when autograd's
+        engine drops the callback of the pass; `watch` is the weak reference that noticed it.
+        """
         _watched.discard(watch)
         self.run_rest(directions, running)
 
     def run_rest(self, directions: Directions, ended: BackwardPass) -> None:
-        """Abort the round that a pass has left open, or take part in the next one that it owes."""
-        # An exchange that is closed has told the other ranks; another group has no such rounds.
+        """Do for the other ranks what the backward pass `ended` has left undone: abort the round
+        that it has left open, and take part in the rounds that it still owes.
+        """
+        # An exchange that has been closed raises here, but it has informed the other ranks itself.
+        # So does a group that has changed since, in which these rounds do not exist.
         with suppress(RuntimeError, ValueError):
             backward = directions.backward
             rounds = backward.exchange.rounds
+
+            # Another round has been opened since, or the exchange has failed: nobody waits.
             if rounds.count != ended.last_round or backward.exchange.failed:
                 return
-            owed = sorted(ended.owed.values(), reverse=True, key=lambda each: each.order)
+
+            # A backward pass runs its rounds in the reverse order of the forward rounds.
+            owed = sorted(
+                ended.owed.values(),
+                key=lambda owed_round: owed_round.order,
+                reverse=True,
+            )
+
+            # On CPUs all ranks hear of an exception in the same round, so one round is enough. It
+            # is the open one, if there is one.
             if backward.ep.device.type == "cpu":
-                # All ranks hear of an exception in the same round.
                 others_wait = rounds.state == CLOSED and self._informed_at != directions.counts
                 owed = owed[:1] if others_wait else []
             if rounds.state != CLOSED:
                 backward.exchange.abort(None)
-            # On GPUs hosts run ahead, and may have launched all rounds of the pass.
-            for each in owed:
-                backward.skip(each.shape, int(each.tag), BACKWARD)
+
+            # On GPUs hosts run ahead of their devices, and those of the other ranks may have
+            # launched all rounds of the pass. So this rank takes part in all of them.
+            for owed_round in owed:
+                backward.skip(owed_round.shape, int(owed_round.tag), BACKWARD)
             self.mark_informed(directions)
 
 
@@ -232,13 +289,16 @@ class _AtEndOfPass:
     def __call__(self) -> None:
         self._running.owed.clear()
         _watched.discard(self.watch)
-        # Where nobody asked for the gradients of tokens, the last round is still open.
+        # The pass has ended well, so it owes nothing. But the node of dispatch closes the last round,
+        # and does not run if the caller asked for no gradients of tokens or weights.
         if self._directions.backward.exchange.rounds.state != CLOSED:
             self._owed.run_rest(self._directions, self._running)
 
 
 class _InformedOnError(AbstractContextManager[None]):
-    """`OwedRounds.informed_on_error`. A class, since a generator would take the host longer."""
+    """The context of `OwedRounds.informed_on_error`. It is a class, since a context manager made of
+    a generator would take the host longer in every round.
+    """
 
     def __init__(self, owed: OwedRounds, directions: Directions) -> None:
         self._owed = owed
@@ -256,7 +316,8 @@ def is_of_pass(node: Any) -> bool:
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:
-        # The node is a leaf, where a compiler traces the pass.
+        # torch refuses to answer for a node that it takes for a leaf, as it does for every node
+        # while a compiler traces the pass.
         return True
 
 
@@ -266,5 +327,6 @@ _directions = Registry[Directions](
 )
 find = _directions.find
 _orders = itertools.count()
-# Weak references to the callbacks of running passes: each sees that the engine drops its callback.
+# The weak references that notice that autograd's engine drops a callback: see `_watch_new_pass`. A
+# weak reference calls nobody once it is gone itself, so this set keeps them.
 _watched = set[ref[Any]]()

@@ -242,9 +242,9 @@ def _forward(
     real = num_real if num_tokens is None else num_tokens
     arguments = (x_TD, ids_TK, weights_TK, None, real, "expert", False, call.tag)
     sent = new_call((*arguments, step.aligned, None))
-    with directions.numbering():
+    with directions.counting_forward_round():
         arrived = forward.out(sent, opening.num_rows, _OUT)
-    number = directions.last_number()
+    number = directions.backward_tag()
     offsets = arrived.expert_offsets
     segments = TrainedSegments(offsets, None, *step.gating)
     out_ND, gate_up = experts_forward(arrived.rows, weights, segments, step.gemm)

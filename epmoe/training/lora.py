@@ -1,9 +1,13 @@
-"""LoRA of PEFT on experts that are spread over ranks: its factors become DTensors, as the experts
-are.
+"""LoRA adapters that PEFT trains on experts which are spread over ranks. The factors of the
+adapters become DTensors, as the weights of the experts are.
 
-weight [E, n, k], Shard(0)    lora_A [E·r, k], Shard(0): rows of this rank's experts
-                              lora_B [n, r·E], Shard(0): some rows of all experts, since columns
-                              alternate
+For E experts with weights [n, k] and adapters of rank r, PEFT has these parameters, which DTensors
+split by their first dimension:
+
+weight [E, n, k], Shard(0)    a rank has the weights of its experts
+lora_A [E·r, k], Shard(0)     a rank has the rows of its experts
+lora_B [n, r·E], Shard(0)     a rank has some rows of all experts, since an expert's columns are not
+                              next to each other
 """
 
 from __future__ import annotations
@@ -16,18 +20,19 @@ from epmoe.training.models import former_factors
 
 
 def spread_adapters(model: nn.Module) -> nn.Module:
-    """Make DTensors of the factors that PEFT has for `target_parameters`, if these are DTensors.
-    Collective.
+    """Make DTensors of the LoRA factors that PEFT has added for `target_parameters`, if these
+    parameters are DTensors. Collective.
 
-    It comes after `get_peft_model` or `PeftModel.from_pretrained`, and before DDP, FSDP and the
-    optimizer. All ranks take the factors of the first one. Without it a forward pass raises, since
-    each rank has factors of its own.
+    Call it after `get_peft_model` or `PeftModel.from_pretrained`, and before you make DDP, FSDP and
+    the optimizer. All ranks take the factors of the first rank. A model with spread experts whose
+    factors are no DTensors raises in the forward pass, since every rank has drawn factors of its
+    own.
 
     Args:
         model: a model of PEFT.
 
     Returns:
-        The model, which trains as one with spread experts does: see docs/training.md.
+        The model. It trains as any model with spread experts does: see docs/training.md.
 
     Raises:
         ValueError: the ranks do not divide the experts, or the weights are DTensors of another
@@ -38,14 +43,16 @@ def spread_adapters(model: nn.Module) -> nn.Module:
 
     wrapper: Any
     for wrapper in model.modules():
-        # PEFT's wrappers of parameters name their parameter; those of modules do not.
+        # PEFT wraps modules and single parameters. Only a wrapper of a parameter, as experts need
+        # it, has a `parameter_name`.
         if not (hasattr(wrapper, "lora_A") and hasattr(wrapper, "parameter_name")):
             continue
         weight = wrapper.get_param()
         if not hasattr(weight, "device_mesh"):
             continue
 
-        # Factors can follow a weight that is split by experts alone, into equal parts.
+        # The factors can be split as the weight is, if the weight is split along one dimension of
+        # the mesh, by experts, into equal parts.
         fits = False
         sharded = [dim for dim, place in enumerate(weight.placements) if not place.is_replicate()]
         if len(sharded) == 1:
@@ -59,13 +66,15 @@ def spread_adapters(model: nn.Module) -> nn.Module:
                 f"{tuple(weight.device_mesh.shape)} ranks"
             )
 
-        # Spread both factors of all adapters. All ranks get those of the first rank.
+        # Spread both factors of every adapter. `distribute_tensor` takes the values of the first
+        # rank for all ranks.
         for linear in (*wrapper.lora_A.values(), *wrapper.lora_B.values()):
             factor = linear.weight
             if hasattr(factor, "device_mesh"):
                 continue
             whole = distribute_tensor(factor.detach(), weight.device_mesh, weight.placements)
             linear.weight = nn.Parameter(whole, requires_grad=factor.requires_grad)
-            # So that an optimizer made before, which has the old factor, is refused.
+            # An optimizer made earlier still has the old factor. Keep the factor, so that a step of
+            # such an optimizer is refused.
             former_factors[id(factor)] = factor
     return model

@@ -1,5 +1,5 @@
-"""The operators of training, with their gradients: torch.compile and selective checkpointing know
-them by name.
+"""The rounds of training as operators of torch, with their gradients. torch.compile and selective
+checkpointing refer to operators by name.
 
     epmoe::train_dispatch    x, weights ─▶ rows, row weights, round tag
     epmoe::train_combine     expert rows, row weights, round tag ─▶ y
@@ -7,14 +7,20 @@ them by name.
 Their gradients are `train_dispatch_backward` and `train_combine_backward`. The backward pass of
 combine opens a round, and that of dispatch closes it.
 
-- `round_tag` is fp32 [1] in host memory: the number of the forward round, which is the tag of the
-  backward round. It goes from dispatch to combine, so that their backward passes run in this order
-  also where no gradient of rows links them, as on a rank without experts.
-- `anchor` is an empty tensor that requires grad. It makes dispatch a part of every graph.
-- `number` is that of the exchange, by which an operator finds it: epmoe/native/opaque.py.
+- `round_tag` is fp32 [1] in host memory. Its value is the number of the forward round, which is the
+  tag of the backward round. It is an output of dispatch and an input of combine. So autograd runs
+  combine's backward pass before that of dispatch, even if no gradient of rows links the two, as on
+  a rank without experts.
+- `anchor` is an empty tensor that requires grad. It gives dispatch a node in the graph of autograd,
+  even if neither x nor weights require grad on this rank.
+- `number` is the number of the `TrainingExchange`, by which an operator finds it, since operators
+  take no Python objects: see epmoe/native/opaque.py.
+- `num_tokens` is the number of real tokens as a tensor on the device. If it is None, `num_real` is
+  this number.
 
-The four operators have effects in one order, which compilers keep: no pass may move a round over
-another one, remove it, or run it twice. Inductor needs help: epmoe/training/inductor.py.
+The four operators are registered as having effects in one order, which compilers must keep. No pass
+of a compiler may move a round over another one, remove it, or run it twice. Inductor needs help to
+keep the order: see epmoe/training/inductor.py.
 """
 
 from __future__ import annotations
@@ -51,14 +57,17 @@ def train_dispatch(
     aligned: bool,
     number: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Open a forward round. Returns rows [N, D], expert_offsets, tokens_per_expert, row weights
-    fp32 [N] and the round tag.
+    """Open a forward round: bring tokens to their experts.
+
+    `on_rows`: the experts apply the weights, and combine only adds. Returns rows [N, D],
+    expert_offsets, tokens_per_expert, the weights of rows fp32 [N], and the round tag.
     """
     directions = find(number)
     real = num_real if num_tokens is None else num_tokens
     call = Call(x, ids, weights, num_tokens=real, tag=tag, aligned=aligned)
+    weight_use = ON_ROWS if on_rows else FORWARD
     with directions.owed.informed_on_error(directions), directions.counting_forward_round():
-        arrived = directions.forward.out(call, num_rows, ON_ROWS if on_rows else FORWARD)
+        arrived = directions.forward.out(call, num_rows, weight_use)
     rows, offsets, tokens, row_weights, _ = arrived
     assert row_weights is not None
     return rows, offsets, tokens, row_weights, directions.new_round_tag()
@@ -73,12 +82,18 @@ def _(
     num_real: int,
     anchor: Tensor,
     num_rows: int,
-    *rest: Any,
+    on_rows: bool,
+    tag: int,
+    aligned: bool,
+    number: int,
 ) -> Any:
+    # This function runs whenever a compiler traces a round, before inductor lowers the graph.
     keep_order(*_IN_ORDER)
-    # The number of rows that arrive is a symbol of the graph, unless the caller gives it.
-    N: Any = torch.library.get_ctx().new_dynamic_size() if num_rows == EXACT else num_rows
-    e = find(rest[-1]).forward.ep.num_local_experts
+    # N is a symbol of the graph if only the run knows how many rows arrive.
+    N: Any = num_rows
+    if num_rows == EXACT:
+        N = torch.library.get_ctx().new_dynamic_size()
+    e = find(number).forward.ep.num_local_experts
     offsets = ids.new_empty(e + 1, dtype=torch.int32)
     tokens = ids.new_empty(e, dtype=torch.int32)
     round_tag = anchor.new_empty(1, device="cpu")
@@ -99,8 +114,11 @@ def train_combine(
     aligned: bool,
     number: int,
 ) -> Tensor:
-    """Close the forward round. Returns y [T, D], weighted sums where `row_weights` are given; these
-    have gradients then.
+    """Close the forward round. Returns y [T, D], the sum of each token's rows.
+
+    The open round already knows the weights, and combine multiplies rows by them unless dispatch
+    was called with `on_rows`. All other arguments are for the backward pass. `row_weights` are
+    given if they get their gradients from combine.
     """
     directions = find(number)
     with directions.owed.informed_on_error(directions):
@@ -135,17 +153,20 @@ def train_combine_backward(
     order: int,
     ends_here: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Open a backward round. Returns the gradients of the rows [N, D], of their weights fp32 [N] or
-    [0], and of the round tag.
+    """Open a backward round: bring the gradients of y to the experts.
 
-    The round is aborted at once if the pass `ends_here`, and does not run dispatch's part of it.
-    `order` is that of the forward round.
+    `generation` is that of the group in the forward pass, and `order` the number under which the
+    forward pass has noted this round as owed. `ends_here`: the backward pass will not run the node
+    of dispatch, which would close the round. The round is then aborted at once.
+
+    Returns the gradients of the rows [N, D], of their weights fp32 [N], and of the round tag. The
+    second is [0] if the weights get no gradients here.
     """
     directions = find(number)
     directions.check_generation(generation)
 
-    # Dispatch the gradients of y as the forward round dispatched tokens. Its rows arrive as
-    # products with their weights where `outputs` are known and a kernel can multiply on the way.
+    # Dispatch the gradients of y as the forward round has dispatched the tokens. With `outputs`, a
+    # kernel may multiply the rows by their weights when they arrive.
     real = num_real if num_tokens is None else num_tokens
     call = Call(grad_y, ids, weights, num_tokens=real, tag=int(round_tag), aligned=aligned)
     outputs = None
@@ -160,20 +181,21 @@ def train_combine_backward(
     if ends_here:
         directions.backward.exchange.abort(None)
 
-    # Without weights in combine, rows are the gradients, and weights have none.
-    none = grad_y.new_empty(0, dtype=torch.float32)
+    # If combine has not multiplied rows by weights, the rows that have arrived are the gradients.
     if outputs is None:
-        return arrived.rows, none, torch.zeros_like(round_tag)
+        no_gradients = grad_y.new_empty(0, dtype=torch.float32)
+        return arrived.rows, no_gradients, torch.zeros_like(round_tag)
 
-    # With them, each row is multiplied by its weight, and its product with the output is the
-    # gradient of the weight. Rows that have come as they are get both in a pass of their own.
-    by_weights = arrived.products
-    if by_weights is None:
-        by_weights = ops.weighted_rows_backward_(
+    # Otherwise the gradient of a row is the arrived row times the weight, and the gradient of the
+    # weight is the dot product of the arrived row and the output. If the kernel has not computed
+    # them on arrival, a pass over the rows does so now, in place.
+    grad_row_weights = arrived.products
+    if grad_row_weights is None:
+        grad_row_weights = ops.weighted_rows_backward_(
             arrived.rows, outputs, row_weights, arrived.expert_offsets, arrived.tokens_per_expert
         )
-        zero_tail_(by_weights, arrived.expert_offsets)
-    return arrived.rows, by_weights, torch.zeros_like(round_tag)
+        zero_tail_(grad_row_weights, arrived.expert_offsets)
+    return arrived.rows, grad_row_weights, torch.zeros_like(round_tag)
 
 
 @train_combine_backward.register_fake
@@ -182,11 +204,17 @@ def _(
     expert_rows: Tensor | None,
     row_weights: Tensor | None,
     round_tag: Tensor,
-    *rest: Any,
+    ids: Tensor,
+    weights: Tensor,
+    num_tokens: Tensor | None,
+    num_real: int,
+    num_rows: int,
+    *_rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    num_rows = rest[4]
-    grad_weights = grad_y.new_empty(0 if expert_rows is None else num_rows, dtype=torch.float32)
-    return grad_y.new_empty(num_rows, grad_y.shape[1]), grad_weights, torch.empty_like(round_tag)
+    num_row_weights = 0 if expert_rows is None else num_rows
+    grad_rows = grad_y.new_empty(num_rows, grad_y.shape[1])
+    grad_row_weights = grad_y.new_empty(num_row_weights, dtype=torch.float32)
+    return grad_rows, grad_row_weights, torch.empty_like(round_tag)
 
 
 @named("epmoe::train_dispatch_backward")
@@ -199,7 +227,13 @@ def train_dispatch_backward(
     number: int,
     generation: int,
 ) -> tuple[Tensor, Tensor]:
-    """Close the backward round. Returns the gradients of x [T, D] and of weights fp32 [T, K]."""
+    """Close the backward round: bring the gradients of rows and of their weights back to the
+    tokens. Returns the gradients of x [T, D] and of weights fp32 [T, K].
+
+    Nothing reads `grad_round_tag`. It is an argument so that a compiler runs this operator after
+    `train_combine_backward`, which returns it. `T` and `K` are for the compiler, too, which must
+    know the shapes of the results before it runs the operator.
+    """
     directions = find(number)
     directions.check_generation(generation)
     with directions.owed.informed_on_error(directions):
@@ -222,7 +256,7 @@ def _(
 
 
 class _Zeros(NamedTuple):
-    """The shape, dtype and device of a tensor of zeros."""
+    """How to make a tensor of zeros that is rarely needed: its shape, dtype and device."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -230,21 +264,28 @@ class _Zeros(NamedTuple):
 
     @classmethod
     def like(cls, tensor: Tensor) -> Self:
-        return cls(tensor.shape, tensor.dtype, tensor.device)
+        """Describe zeros of the shape of `tensor`, without keeping its memory."""
+        return cls(shape=tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
     def make(self) -> Tensor:
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Keep what the gradients need."""
-    x, ids, weights, *_, ctx.number = inputs
+    """Keep on the node `ctx` what `_dispatch_gradients` needs. torch calls it after dispatch, with
+    the operator's inputs and outputs.
+    """
+    x = inputs[0]
+    ids = inputs[1]
+    weights = inputs[2]
+    ctx.number = inputs[-1]
     ctx.T = x.shape[0]
     ctx.K = ids.shape[1]
     ctx.weights_dtype = weights.dtype
     ctx.generation = find(ctx.number).generation
-    # Zeros for offsets and counts would be two kernels. Those for rows and their weights, where a
-    # pass brings no gradients of them, need their shapes only.
+    # A backward pass may bring no gradient for an output. By default torch then makes zeros, which
+    # would be two kernels for the offsets and counts, whose gradients nobody reads. So this node
+    # makes its own zeros, for rows and their weights only, if they are needed.
     ctx.set_materialize_grads(False)
     rows, _, _, row_weights, _ = output
     ctx.rows = _Zeros.like(rows)
@@ -254,8 +295,11 @@ def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _dispatch_gradients(
     ctx: Any, rows: Any, offsets: Any, tokens: Any, row_weights: Any, round_tag: Any
 ) -> Any:
-    """Run `train_dispatch_backward` for a node of dispatch."""
-    # The round that combine's backward pass has opened is closed in any case.
+    """Run `train_dispatch_backward` for a node of dispatch. torch calls it in a backward pass, with
+    the gradient of each output of dispatch; None: the pass has none.
+    """
+    # The backward pass of combine has opened a round, and the other ranks wait until this rank
+    # closes it. So it is closed with zeros if there are no gradients.
     if rows is None:
         rows = ctx.rows.make()
     if row_weights is None:
@@ -263,11 +307,14 @@ def _dispatch_gradients(
     grad_x, grad_weights = train_dispatch_backward(
         rows, row_weights, round_tag, ctx.T, ctx.K, ctx.number, ctx.generation
     )
+    # x and weights are the first and the third of the eleven inputs of dispatch.
     return grad_x, None, grad_weights.to(ctx.weights_dtype), *(None,) * 8
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Keep what the gradients need, and count the backward round as owed."""
+    """Keep on the node `ctx` what `_combine_gradients` needs, and note the backward round as owed.
+    torch calls it after combine, with the operator's inputs and output.
+    """
     (
         expert_rows,
         row_weights,
@@ -279,28 +326,36 @@ def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.aligned,
         ctx.number,
     ) = inputs
-    # Outputs are kept only for the gradients of weights.
+    # Only the gradients of weights need the experts' outputs.
     outputs = expert_rows if row_weights is not None else None
-    # A checkpoint that computes again stops at the last tensor that is saved. By then the round is
-    # closed.
+
+    # Save the tensors here, after the round, and not earlier. When a checkpoint of torch computes a
+    # forward pass again, it stops at the last tensor that was saved. Here the round is closed.
     ctx.save_for_backward(outputs, row_weights, round_tag.detach(), ids, weights, num_tokens)
 
-    # From now on this graph owes the other ranks its backward round.
+    # From now on this graph owes the other ranks a backward round. Its node of dispatch tells the
+    # backward pass whether dispatch's part of the round will run.
     directions = find(ctx.number)
     ctx.num_rows = expert_rows.shape[0]
     ctx.generation = directions.generation
     ctx.dispatch = round_tag.grad_fn
-    shape = RoundShape(expert_rows.shape[1], ids.shape[1], expert_rows.dtype, aligned=ctx.aligned)
+    hidden_size = expert_rows.shape[1]
+    top_k = ids.shape[1]
+    shape = RoundShape(hidden_size, top_k, expert_rows.dtype, aligned=ctx.aligned)
     ctx.order = directions.owed.add(ctx, shape, round_tag.detach())
 
 
 def _combine_gradients(ctx: Any, grad_y: Tensor) -> Any:
-    """Run `train_combine_backward` for a node of combine."""
+    """Run `train_combine_backward` for a node of combine. torch calls it in a backward pass, with
+    the gradient of y.
+    """
+    # These are in the order in which `_save_combine` has saved them, which is the order of the
+    # operator's arguments.
     saved = ctx.saved_tensors
-    _, row_weights, *_ = saved
-    # Where only gradients of the experts are asked for, dispatch's backward pass does not run. The
-    # next round must not find this one open.
-    ends_here = ctx.dispatch is not None and not is_of_pass(ctx.dispatch)
+    row_weights = saved[1]
+    # If the caller asks for gradients of the experts alone, the pass does not run the node of
+    # dispatch, which would close this round. The next round must not find it open.
+    ends_here = (ctx.dispatch is not None) and not is_of_pass(ctx.dispatch)
     grad_rows, grad_weights, grad_round_tag = train_combine_backward(
         grad_y,
         *saved,
@@ -314,6 +369,7 @@ def _combine_gradients(ctx: Any, grad_y: Tensor) -> Any:
     )
     if row_weights is None:
         grad_weights = None
+    # Rows, their weights and the round tag are the first three of the nine inputs of combine.
     return grad_rows, grad_weights, grad_round_tag, *(None,) * 6
 
 

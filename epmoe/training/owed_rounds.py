@@ -289,8 +289,8 @@ class _AtEndOfPass:
     def __call__(self) -> None:
         self._running.owed.clear()
         _watched.discard(self.watch)
-        # The pass has ended well, so it owes nothing. But the node of dispatch closes the last round,
-        # and does not run if the caller asked for no gradients of tokens or weights.
+        # The pass has ended well, so it owes nothing. Its last round may still be open: the node of
+        # dispatch closes it, and does not run if nobody asked for gradients of tokens or weights.
         if self._directions.backward.exchange.rounds.state != CLOSED:
             self._owed.run_rest(self._directions, self._running)
 

@@ -1,13 +1,17 @@
-"""The rounds of training. Rows and their weights arrive in new memory, and a value of each pair can
-travel back.
+"""The rounds of training.
+
+They differ from those of serving in two ways. Rows and their weights arrive in new memory, which
+autograd may keep until the backward pass. And a round can bring a number for each pair (token,
+expert) back to the token: the gradient of the pair's weight.
 
     forward    x, weights ─ out ─▶ rows, row weights
                expert rows ─ back ─▶ y
     backward   grad y ─ out ─▶ grad expert rows
                grad rows, grad row weights ─ back ─▶ grad x, grad weights
 
-The gradient of a sum over rows is a copy, and that of a copy is a sum. So the backward pass of a
-layer is one round, too.
+Dispatch copies a token to the ranks of its experts, and combine sums rows. The gradient of a copy
+is a sum, and the gradient of a sum is a copy. So the backward pass of a layer is one round, too:
+its dispatch is the backward pass of combine, and its combine is the backward pass of dispatch.
 """
 
 from __future__ import annotations
@@ -32,32 +36,45 @@ from epmoe.native.formats import TRAINING_FORMATS, WireFormat
 from epmoe.native.layouts import constant
 from epmoe.service import ExpertParallel
 
-# For `num_rows`: as many rows as there are. The host waits for their number.
+# In place of a number of rows: as many rows as arrive. The host waits until it knows how many.
 EXACT = -1
-# Share of the multiprocessors that a round of training uses. NCCL's kernels, which run at the same
-# time, have the rest.
-_SHARE = 3 / 4
+# The share of a GPU's multiprocessors that a round of training uses. The rest is for the kernels of
+# NCCL, with which DDP and FSDP average gradients at the same time.
+_SHARE_OF_SMS = 3 / 4
 
+# Forward: combine multiplies rows by their weights.
 FORWARD = WeightUse(adds_only=False, returns_values=False)
+# Forward: the experts multiply rows by their weights, so that combine only adds.
 ON_ROWS = WeightUse(adds_only=True, returns_values=False)
+# Backward: gradients have been multiplied already, and those of weights travel back with the sums.
 BACKWARD = WeightUse(adds_only=True, returns_values=True)
 
 
 class ReceivedRows(NamedTuple):
-    """The rows that `dispatch_to_caller` has brought to this rank, before they are unpacked."""
+    """The rows that the operator `dispatch_to_caller` has brought to this rank, in the format in
+    which they travel.
+
+    N is the number of rows, D the number of elements of a row, and e the number of experts of this
+    rank.
+    """
 
     rows: Tensor
-    """[N, D] in the format that travels, or in the window where the call is EXACT"""
+    """[N, D]; if the number of rows is EXACT, these are the rows of the window, which are more than
+    have arrived, and which the next round overwrites
+    """
     expert_offsets: Tensor
-    """int32 [e + 1]"""
+    """int32 [e + 1], the first row of each expert, and behind the last expert the end of its rows
+    """
     tokens_per_expert: Tensor
     """int32 [e]"""
     row_weights: Tensor
-    """fp32 [N]; [0] where values return"""
+    """fp32 [N], or [0] in a backward round"""
 
 
 class TrainingRows(NamedTuple):
-    """The rows of a round on the rank of their experts, in memory of their own."""
+    """The rows that a round has brought to the rank of their experts, in memory that the next round
+    leaves alone. Letters are those of `ReceivedRows`.
+    """
 
     rows: Tensor
     """[N, D] in the dtype of x"""
@@ -66,33 +83,37 @@ class TrainingRows(NamedTuple):
     tokens_per_expert: Tensor
     """int32 [e]"""
     row_weights: Tensor | None
-    """fp32 [N], 0 in gaps and past the last segment; None where values return"""
+    """fp32 [N], 0 in gaps and past the last segment; None in a backward round"""
     products: Tensor | None
-    """fp32 [N], the dot product of each row with its output. Then `rows` have been multiplied by
-    their weights. Otherwise None
+    """fp32 [N], the dot product of each row with the expert's output for this row, if a kernel has
+    computed it on the way. The kernel has then also multiplied `rows` by their weights. Otherwise
+    None.
     """
 
 
-class Multiplied(NamedTuple):
-    """How a kernel multiplies arriving gradients of weighted outputs by the weights of their
-    rows.
+class ProductMemory(NamedTuple):
+    """The tensors with which the kernel of a backward round multiplies rows when they arrive.
+
+    A row is the gradient of `weight · output`. The kernel replaces the row by `row · weight`, the
+    gradient of the output, and computes the dot product of the row and the output, the gradient of
+    the weight.
     """
 
     outputs: Tensor
-    """[N, D], in x's dtype; rows of at most `kMostProductBytes`, which start at multiples of 16
-    bytes
+    """[N, D], the experts' outputs in x's dtype. A row has at most `kMostProductBytes`, and starts
+    at a multiple of 16 bytes.
     """
     products: Tensor
-    """fp32 [N, `kProductParts`], zeros: a row's parts become the sum of its products with its
-    outputs
+    """fp32 [N, `kProductParts`], zeros at first. The parts in a line become partial sums of the dot
+    product of this row.
     """
 
 
 class Rounds:
     """The rounds of one direction, forward or backward, over an `ExpertParallel` of one node.
 
-    Rows travel in the format `wire`, and arrive as values of x's dtype. Methods raise what dispatch
-    and combine raise.
+    Rows travel in the format `wire`, and are converted back to the dtype of x when they arrive.
+    Methods raise the errors of `ExpertParallel.dispatch` and `ExpertParallel.combine`.
     """
 
     def __init__(self, ep: ExpertParallel, wire: WireFormat = TRAINING_FORMATS["auto"]) -> None:
@@ -100,11 +121,15 @@ class Rounds:
         self._wire = wire
         self._num_sms = 1
         if ep.device.type == "cuda":
-            sms = int(torch.cuda.get_device_properties(ep.device).multi_processor_count * _SHARE)
-            self._num_sms = max(sms, 1)
+            properties = torch.cuda.get_device_properties(ep.device)
+            share = int(properties.multi_processor_count * _SHARE_OF_SMS)
+            self._num_sms = max(share, 1)
 
     @property
     def exchange(self) -> NodeExchange:
+        """The exchange that `ep` has now. It is another one after the group has changed. Raises
+        ValueError if the group has several nodes.
+        """
         exchange = self.ep.exchange
         if not isinstance(exchange, NodeExchange):
             raise ValueError("training needs a group of one node: `topology.num_nodes` must be 1")
@@ -117,12 +142,13 @@ class Rounds:
 
         Args:
             call: the checked arguments of dispatch.
-            num_rows: N; or EXACT, for as many rows as arrive.
+            num_rows: N, the number of rows to make; or EXACT, for as many rows as arrive.
             weight_use: what dispatch and combine do with weights.
-            outputs: [N, D], of experts. With them rows may arrive multiplied by their weights.
+            outputs: [N, D], the experts' outputs in the forward round, in the order of the rows. If
+                they are given, a kernel may multiply rows on arrival: see `TrainingRows.products`.
 
         Returns:
-            Rows in memory of their own. Those past the last segment are zeros.
+            The rows. Those past the last segment are zeros.
         """
         exchange = self.exchange
         before = exchange.rounds.count
@@ -140,13 +166,16 @@ class Rounds:
         weight_use: WeightUse,
         outputs: Tensor | None,
     ) -> TrainingRows:
-        """Do what `out` says. An exception leaves the round open."""
+        """Do the work of `out`, but leave the round open after an exception, which `out` then gives
+        up.
+        """
+        # Dispatch. `takes_turn` allows no keywords, which would cost each round some time.
         x = call.x
-        multiplied = None
+        product_memory = None
         if outputs is not None:
-            multiplied = self._multiplied(exchange, x, outputs)
+            product_memory = self._product_memory(exchange, x, outputs)
         received = _dispatch(
-            exchange, call, num_rows, weight_use, self._wire, multiplied, self._num_sms
+            exchange, call, num_rows, weight_use, self._wire, product_memory, self._num_sms
         )
         rows = received.rows
         offsets = received.expert_offsets
@@ -154,14 +183,15 @@ class Rounds:
         if not weight_use.returns_values:
             row_weights = received.row_weights
 
-        # Cut rows and weights to what has arrived. They lie in the window, so weights are copied.
+        # Cut rows and weights to what has arrived. Their memory belongs to the exchange, which uses
+        # it again in the next round, so the weights are copied.
         if num_rows == EXACT:
             N = int(offsets[-1])
             rows = rows[:N]
             if row_weights is not None:
                 row_weights = row_weights[:N].clone()
 
-        # Unpacking copies rows out of the window, too.
+        # Copy the rows out of the window, too. Unpacking fp8 makes new rows anyway.
         if self._wire.packed:
             rows = ops.unpack_fp8(rows, x, offsets)
             if num_rows != EXACT:
@@ -169,24 +199,28 @@ class Rounds:
         elif num_rows == EXACT:
             rows = rows.clone()
 
-        # A kernel leaves each product in parts.
+        # The kernel has left partial sums of each product.
         products = None
-        if multiplied is not None:
-            products = multiplied.products.sum(1)
+        if product_memory is not None:
+            products = product_memory.products.sum(1)
         return TrainingRows(rows, offsets, received.tokens_per_expert, row_weights, products)
 
-    def _multiplied(self, exchange: NodeExchange, x: Tensor, outputs: Tensor) -> Multiplied | None:
-        """The outputs and the room with which a kernel multiplies the rows of tokens `x`.
+    def _product_memory(
+        self, exchange: NodeExchange, x: Tensor, outputs: Tensor
+    ) -> ProductMemory | None:
+        """Make the tensors with which a kernel multiplies rows when they arrive.
 
-        None where a later pass over the rows has to do it: only kernels on GPUs multiply, and a
-        call by the LL protocol is too short to gain.
+        Returns None if the kernel cannot do so, or would gain nothing. The caller then multiplies
+        the rows in a pass of its own.
         """
+        # Only kernels on GPUs multiply, and only rows that arrive in the dtype of x. A call with
+        # few tokens, by the LL protocol, is too short to gain.
         few_tokens = x.shape[0] <= exchange.plan.sizes["ll_max_tokens"]
         if few_tokens or not x.is_cuda or self._wire.packed:
             return None
         if outputs.dtype != x.dtype or not len(outputs):
             return None
-        # Kernels read outputs in lines of 16 bytes.
+        # The kernel reads the outputs in lines of 16 bytes.
         row_bytes = x.shape[1] * x.itemsize
         stride_bytes = outputs.stride(0) * x.itemsize
         is_aligned = outputs.data_ptr() % 16 == 0 and stride_bytes % 16 == 0
@@ -194,36 +228,43 @@ class Rounds:
             return None
         parts = constant("kProductParts")
         products = x.new_zeros(len(outputs), parts, dtype=torch.float32)
-        return Multiplied(outputs, products)
+        return ProductMemory(outputs=outputs, products=products)
 
     def skip(self, shape: RoundShape, tag: int, weight_use: WeightUse) -> None:
-        """Take part in a round without tokens, and abort it."""
-        none = self.exchange.templates.no_tokens(shape, tag)
-        call = Call(none.x, none.ids, none.weights, tag=tag, aligned=none.aligned)
+        """Take part in a round without tokens, and abort it, so that the other ranks do not wait
+        for this rank.
+        """
+        empty = self.exchange.templates.no_tokens(shape, tag)
+        call = Call(empty.x, empty.ids, empty.weights, tag=tag, aligned=empty.aligned)
         self.out(call, EXACT, weight_use)
         self.exchange.abort(None)
 
     def back(self, rows: Tensor) -> Tensor:
-        """Close the open round by combine: rows [N, D] → y [T, D]."""
+        """Close the open round by combine. Returns y [T, D], the sum of each token's rows out of
+        `rows` [N, D].
+        """
         exchange = self.exchange
         return exchange.combine("expert", rows, _open(exchange, "combine"), None)
 
     def back_with_values(self, rows: Tensor, row_values: Tensor) -> tuple[Tensor, Tensor]:
-        """Close the open round by combine, which brings a value of each row back, too.
+        """Close the open round by combine, which also brings a number for each row back to the
+        row's token.
 
         Args:
             rows: [N, D].
-            row_values: fp32 [N], contiguous.
+            row_values: fp32 [N], contiguous; the number for each row.
 
         Returns:
-            y [T, D], and the value of each pair, fp32 [T, K]: 0 where the pair has no row.
+            y [T, D], the sum of each token's rows; and fp32 [T, K], the numbers of the rows of each
+            token. A pair (token, expert) without a row has 0.
         """
         exchange = self.exchange
         dispatched = _open(exchange, "the backward pass of dispatch")
         sent = dispatched.sent
         T = sent.num_tokens
         K = sent.template.shape.top_k
-        # The kernel takes addresses, and an empty tensor has none.
+        # The descriptor holds the addresses of both tensors. An empty tensor has no address, so the
+        # tensors have at least one element.
         pair_values = row_values.new_empty(max(T * K, 1))
         if not row_values.shape[0]:
             row_values = row_values.new_empty(1)
@@ -234,7 +275,9 @@ class Rounds:
 
 
 def _open(exchange: NodeExchange, call: str) -> Dispatched:
-    """The handle of the open round, which `call` closes. Raises EPStateError if none is open."""
+    """The handle of the open round. Raises EPStateError if no round is open that the caller could
+    close; `call` names the caller in the message.
+    """
     rounds = exchange.rounds
     handle = rounds.handle
     if rounds.state != DISPATCHED or not isinstance(handle, Dispatched):
@@ -251,31 +294,44 @@ def _dispatch(
     num_rows: int,
     weight_use: WeightUse,
     wire: WireFormat,
-    multiplied: Multiplied | None,
+    product_memory: ProductMemory | None,
     num_sms: int,
 ) -> ReceivedRows:
-    """Dispatch into memory that outlives the round; into the window if `num_rows` is EXACT.
+    """Dispatch into new memory; if `num_rows` is EXACT, into the window.
 
-    The open round has the offsets and counts that this returns. A kernel uses at most `num_sms`
-    multiprocessors.
+    A kernel uses at most `num_sms` multiprocessors. The handle of the open round gets the rows,
+    offsets and counts that this returns, since combine reads them there.
     """
     sent = exchange.opened(call)
     assert sent.descriptor is not None
+    # An overflow in this round names both limits: `num_rows` may be the one that is too low.
     exchange.rows_key = "capacity.max_expert_rows, or `num_rows` in training,"
-    x, ids, weights, _, tokens, num_real, *memory, _ = sent.arguments
+
+    # `opened` has prepared the arguments of a round of serving. Those of this round are the same,
+    # but for a descriptor that says what training wants.
+    x, ids, weights, _scales, tokens, num_real, *memory, _descriptor = sent.arguments
     if wire.packed:
         x = ops.pack_fp8(x, tokens, num_real)
     prepared = exchange.descriptors.of_training(sent.descriptor, weight_use, num_sms)
-    outputs, products = multiplied or (None, None)
+    outputs = None
+    products = None
+    if product_memory is not None:
+        outputs = product_memory.outputs
+        products = product_memory.products
     operands = (x, ids, weights, None, tokens, num_real, *memory)
     arguments = (x, ids, weights, tokens, num_real, *memory, prepared, outputs, products, num_rows)
 
-    def again(found: tuple[Tensor, ...]) -> tuple[OpOverload, tuple[Any, ...]]:
-        """The operator that continues a round whose memory has been made."""
+    def rest_of_round(found: tuple[Tensor, ...]) -> tuple[OpOverload, tuple[Any, ...]]:
+        """The operator, with its arguments, that continues the round after a signal. It uses the
+        memory that `dispatch_to_caller` has made, whose addresses are in its last result.
+        """
         return ops.dispatch, (*operands, found[-1])
 
-    found = exchange.launch(ops.dispatch_to_caller, arguments, DISPATCHED, again)
+    # The last result is the descriptor with the addresses of the new memory. Combine needs it.
+    found = exchange.launch(ops.dispatch_to_caller, arguments, DISPATCHED, rest_of_round)
     rows, offsets, counts, row_weights, sent.descriptor = found
+
+    # The handle of the round gets what combine reads there.
     dispatched = exchange.received(sent)
     dispatched.expert_offsets = offsets
     dispatched.tokens_per_expert = counts

@@ -1,5 +1,7 @@
-"""Route with gradients: the experts and weights of `epmoe.route`, and what the weights say to the
-logits.
+"""Routing with gradients: the experts and weights of `epmoe.route`, and the gradients that the
+logits get from the weights.
+
+Letters: T tokens, E experts, K experts of a token.
 """
 
 from __future__ import annotations
@@ -32,21 +34,26 @@ def route(
     num_tokens: int | Tensor | None = None,
     **options: Any,
 ) -> Routing:
-    """`epmoe.route`, with its arguments and errors, whose weights have gradients.
+    """Choose experts and weigh them as `epmoe.route` does, with weights that have gradients. It
+    takes the arguments of `epmoe.route`, except `counters`, and raises the same errors.
 
-    The choice of experts has none, so a bias gets none either. A token whose scores are not finite,
-    and padding, give the logits gradients of 0; so does a score that is not finite under sigmoid.
+    The choice of experts has no gradient, so a bias that steers the choice gets none either. The
+    logits of padding, and of a token whose scores are not finite, get gradients of 0. So does a
+    single logit whose score is not finite under sigmoid.
 
-    Where `ids` are the choice's own, as without `ids`, weights have the bits of `epmoe.route`;
-    other weights are right to the last bits. There are no `counters`.
+    Without `ids`, the weights have the same bits as those of `epmoe.route`. So have the weights of
+    given `ids` that equal the router's own choice. The weights of other ids may differ from exact
+    ones in the last bits.
 
     Args:
-        logits: [T, E] fp32, fp16 or bf16.
-        top_k: K; with `ids` it is their number of columns.
-        ids: int32 or int64 [T, K], in place of the choice, such as those of a rollout. Other
-            numbers than those of experts get weights of 0. A token whose first id is −2 takes its
-            own choice.
-        num_tokens: int or int32 scalar tensor on the device. Rows at and past it are padding.
+        logits: [T, E] fp32, fp16 or bf16, the logits of T tokens for E experts.
+        top_k: K, the number of experts of a token. If `ids` are given, their number of columns
+            counts instead.
+        ids: int32 or int64 [T, K], experts to weigh in place of the router's choice, such as those
+            of a rollout. An id that is no expert's number gets a weight of 0. A token whose first
+            id is −2 takes its own choice.
+        num_tokens: the number of real tokens, an int or an int32 scalar tensor on the device. Later
+            rows are padding.
         options: other arguments of `epmoe.route`.
 
     Returns:
@@ -64,8 +71,10 @@ def counted(
     num_tokens: Any = None,
     **options: Any,
 ) -> Routing:
-    """`route` of a layer. Its sanitised rows count in the health of the exchange with this number;
-    0: in none.
+    """Do what `route` does, for a layer.
+
+    `number` is that of the layer's `TrainingExchange`. Its health counts the rows of logits that
+    were not finite and have been replaced. With the number 0 nothing counts them.
     """
     if not isinstance(logits, Tensor) or logits.dim() != 2:
         raise TypeError(f"`logits` must be fp32, fp16 or bf16 [T, E], got {describe(logits)}")
@@ -98,12 +107,12 @@ def train_route(
     routed_scaling_factor: float = 1.0,
     id_dtype: torch.dtype = torch.int32,
 ) -> tuple[Tensor, Tensor]:
-    """Route, or weigh the given `ids`. Returns ids [T, K] and weights fp32 [T, K]. Other arguments
-    are those of `route` and `counted`.
+    """Choose experts and weigh them; or, if `ids` are given, weigh these. Returns ids [T, K] and
+    weights fp32 [T, K]. `counted` calls this operator, and has the same arguments.
     """
     real_tokens = num_real if num_tokens is None else num_tokens
 
-    # A choice of its own counts in the health of the exchange; given ids are not this layer's.
+    # The health of the exchange counts replaced rows of logits where these choose the experts.
     counters = None
     if number and ids is None:
         counters = find(number).forward.exchange.views["health.counters"]
@@ -125,14 +134,17 @@ def train_route(
     if ids is None:
         return chosen
 
-    # Given ids, but for tokens that take their own choice, and for padding.
+    # Take the given ids, except for tokens that take their own choice. Padding gets E, which is no
+    # expert's number.
     E = logits.shape[1]
     padding = torch.arange(len(ids), device=ids.device)[:, None] >= real_tokens
     ids = chosen.ids.where(ids[:, :1] == OWN_CHOICE, ids).masked_fill(padding, E)
 
-    # Their weights. A token whose ids are those of its own choice has the bits of that.
+    # Compute the weights of these ids. A token whose ids equal its own choice gets the weights of
+    # the choice, whose bits are those of `epmoe.route`.
+    is_expert = (ids >= 0) & (ids < E)
     _, scores_TK, total_T1 = _scores(
-        logits, ids, (ids >= 0) & (ids < E), scoring, renormalize, renormalize_epsilon
+        logits, ids, is_expert, scoring, renormalize, renormalize_epsilon
     )
     weights = (scores_TK / total_T1 * routed_scaling_factor).float()
     is_own_choice = (ids == chosen.ids).all(1, keepdim=True)
@@ -150,18 +162,22 @@ def _(
 def _scores(
     logits: Tensor, ids: Tensor, real: Tensor, scoring: str, renormalize: bool, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute fp64 scores [T, E], those of the chosen pairs that are `real`, [T, K], and the
-    numbers that divide these, [T, 1].
+    """Compute the scores from which weights follow, in fp64.
+
+    Returns the scores of all experts [T, E], the scores of the chosen experts `ids` [T, K], and for
+    each token the number by which the latter are divided [T, 1]. `real` [T, K] says which of `ids`
+    have a score; the others get 0.
     """
-    # Scores of all experts. What is not finite counts as 0.
+    # Compute the scores of all experts. A score that is not finite counts as 0.
     wide_TE = logits.double()
     scores_TE = wide_TE.sigmoid() if scoring == "sigmoid" else wide_TE.softmax(1)
     scores_TE = scores_TE.where(scores_TE.isfinite(), 0.0)
 
-    # Scores of the chosen. Where `real` does not hold, the id may be no index: 0 stands for it.
+    # Pick the scores of the chosen experts. An id that is not `real` may be no index, so `gather`
+    # reads index 0 in its place, and the result is then replaced by 0.
     scores_TK = scores_TE.gather(1, ids.long().where(real, 0)).where(real, 0.0)
 
-    # A sum of 0 counts as 1.
+    # Weights are divided by the sum of the token's scores. A sum of 0 counts as 1.
     if renormalize:
         total_T1 = scores_TK.sum(1, keepdim=True) + epsilon
     else:
@@ -175,7 +191,7 @@ def _save(
     keyword_only_inputs: dict[str, Any],
     output: tuple[Tensor, Tensor],
 ) -> None:
-    """Keep what the gradients need."""
+    """Keep the tensors and options that `_gradients` needs. torch calls it after the operator."""
     options = keyword_only_inputs
     scoring = options["scoring"]
     renormalize = options["renormalize"]
@@ -189,7 +205,9 @@ def _save(
 
 
 class Weighing(NamedTuple):
-    """How weights follow from logits: the last arguments of the operator."""
+    """How weights follow from logits. The fields are the last arguments of the operator
+    `route_backward`, in this order.
+    """
 
     is_sigmoid: bool
     renormalize: bool
@@ -200,8 +218,8 @@ class Weighing(NamedTuple):
 def route_gradient(
     grad_TK: Tensor, logits: Tensor, ids: Tensor, weights: Tensor, weighing: Weighing
 ) -> Tensor:
-    """Compute the gradients [T, E] of the logits from those of weights [T, K] that `route` has
-    given. They have no gradients themselves.
+    """Compute the gradients of the logits [T, E] from `grad_TK`, the gradients of the weights that
+    `route` has returned. The result cannot be differentiated again.
     """
     grad_TE: Tensor = ops.route_backward(
         grad_TK.float().contiguous(), contiguous_rows(logits), ids, weights, *weighing
@@ -210,20 +228,26 @@ def route_gradient(
 
 
 def _gradients(ctx: Any, _: None, grad_TK: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of the logits, in fp64, since scores and differences of gradients may
-    vanish.
+    """Compute the gradients of the logits from those of the weights. torch calls it in a backward
+    pass, with one gradient for each output of `train_route`. The ids have none.
+
+    If the caller wants gradients of gradients, the computation here is made of operations of torch,
+    which can be differentiated. It uses fp64, since scores may be tiny, and differences of
+    gradients, too.
     """
     if grad_TK is None:
         return (None,) * 7
     logits, ids, weights = ctx.saved_tensors
     if not torch.is_grad_enabled():
         return route_gradient(grad_TK, logits, ids, weights, ctx.weighing), *(None,) * 6
-    # Torch differentiates this once more; the operator above has no gradients of gradients.
-    real = weights != 0  # not of padding, nor of a score that is not finite
+
+    # A weight of 0 belongs to padding, or to a score that is not finite. It gives no gradient.
+    real = weights != 0
     scores_TE, scores_TK, total_T1 = _scores(logits, ids, real, *ctx.scoring)
     scoring, renormalize, _ = ctx.scoring
 
-    # From weights to scores of the chosen, and to those of all experts.
+    # Go back from the weights to the scores of the chosen experts, and to those of all experts.
+    # With `renormalize`, each weight depends on all scores of the token, through their sum.
     grad_scores_TK = grad_TK.double().where(real, 0.0) * ctx.factor
     if renormalize:
         by_total_T1 = (grad_scores_TK * scores_TK).sum(1, keepdim=True) / total_T1
@@ -232,7 +256,7 @@ def _gradients(ctx: Any, _: None, grad_TK: Tensor | None) -> tuple[Tensor | None
     indices_TK = ids.long().where(real, 0)
     grad_TE = torch.zeros_like(scores_TE).scatter_add_(1, indices_TK, grad_scores_TK)
 
-    # From scores to logits.
+    # Go back from the scores to the logits.
     if scoring == "sigmoid":
         grad_TE = grad_TE * (1 - scores_TE)
     else:

@@ -1,7 +1,8 @@
-"""Numbers of experts that Python reads: a DTensor's `item()`, `float()` and `bool()`.
+"""Refuses to read a number in Python that covers only this rank's experts.
 
-Of a norm or a sum over experts each rank has its own part, and torch gives Python this part. Ranks
-that decide by it decide apart: one skips a step that the others take.
+A norm or a sum over spread experts is a DTensor, of which each rank has the part for its own
+experts. `item()`, `float()` and `bool()` of torch return this part without a word. If ranks decide
+by it, they decide differently: one rank may skip a step of the optimizer that the others take.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ _REMEDY = (
 
 @cache
 def refuse_scalars_of_a_rank() -> None:
-    """From now on Python reads no part of a number of experts: `item()`, `float()`, `int()` and
-    `bool()` raise RuntimeError.
+    """From now on, let `item()`, `float()`, `int()` and `bool()` raise RuntimeError for a DTensor
+    over experts of which this rank has only a part.
 
-    All of them reach one operator. torch has no public way to say what a DTensor does there, but
-    its dispatcher has a table of operators that are done otherwise.
+    All four call one operator of torch. There is no public way to replace this operator for
+    DTensors. But the dispatcher of DTensor has a table of handlers for operators, and this function
+    enters one there.
     """
     from torch.distributed.tensor import DTensor
 
@@ -34,7 +36,9 @@ def refuse_scalars_of_a_rank() -> None:
 
 
 def _read_scalar(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
-    """The value that a DTensor of one element has on this rank."""
+    """Return the value of a DTensor of one element. Raises RuntimeError if it is a number over
+    experts, of which this rank has only a part.
+    """
     value = args[0]
     is_whole = all(placement.is_replicate() for placement in value.placements)
     if is_spread(value) and not is_whole:

@@ -60,47 +60,50 @@ class MoELayer(nn.Module):
     """Router, exchange and experts of one layer. Any number of layers share one `ExpertParallel`
     and its windows.
 
-    A call has gradients by torch's own rule: in grad mode, where x or a parameter requires grad.
-    Any other call only serves, with the same bits of y for the same GEMM. All ranks make the same
-    kind of call. docs/training.md says what calls with gradients need, and how experts train over
-    several ranks.
+    A call has gradients by torch's own rule: in grad mode, if x or a parameter requires grad. Any
+    other call only serves. Both kinds of call return the same bits of y if they use the same GEMM.
+    All ranks must make the same kind of call. docs/training.md says what calls with gradients need,
+    and how experts train over several ranks.
 
-    Casts (`to`, `bfloat16`, `half`) reach the experts only, because the choice of experts needs the
-    router's precision: `router_weight`, `bias` and `logit_bias` keep their dtypes. Moves reach all.
-    Logits are computed in the dtype of `router_weight`, also under autocast. Under autocast, x in
-    another dtype than the experts is cast, and y is cast back; otherwise it is a TypeError. A
-    deepcopy copies the weights and shares `ep`.
+    Casts (`to`, `bfloat16`, `half`) change the dtype of the experts only. The choice of experts
+    needs the router's precision, so `router_weight`, `bias` and `logit_bias` keep their dtypes. A
+    move to another device moves everything. Logits are computed in the dtype of `router_weight`,
+    also under autocast. Under autocast, an x in another dtype than that of the experts is cast to
+    theirs, and y is cast back. Without autocast, such an x is a TypeError. A deepcopy copies the
+    weights and shares `ep`.
 
     Args:
         ep: the `ExpertParallel` whose ranks hold the experts.
         router_weight: fp32, fp16 or bf16 [E, D]. The layer makes a parameter of it.
         experts: maps rows [N, D], expert_offsets int32 [e+1] and scales (fp32 [N, ⌈D/128⌉] with an
             fp8 payload, otherwise None) to outputs [N, D] in x's dtype, as `GroupedExperts` does.
-        bias: fp32, fp16 or bf16 [E], of which the layer makes a buffer in fp32, added to the scores
-            for the choice of experts only. `routing.selection_bias` asks for it, and without that
-            it is refused.
+        bias: fp32, fp16 or bf16 [E], added to the scores for the choice of experts only. The layer
+            keeps it as a buffer in fp32. It must be given if the config sets
+            `routing.selection_bias`, and must be None otherwise.
         logit_bias: [E] in the dtype of `router_weight`, a parameter, added to the logits, as
-            gpt-oss's router does. `routing.logit_bias` asks for it, and without that it is refused.
-        shared: maps the tokens [T, D] to what is added to y [T, D], such as shared experts. On a
-            GPU a call without gradients runs it on a stream of its own, at the same time as the
-            exchange and the routed experts.
-        layer_id: the number by which compiled and exported programs name the layer, by default the
-            first free one. It is the `tag` of the layer's rounds, modulo 32768; by default, layers
-            of an `ep` number themselves in the order in which they are made, which must be the same
-            on all ranks.
-        num_rows: the rows of a call with gradients, see `TrainingExchange.dispatch`.
+            gpt-oss's router does. It must be given if the config sets `routing.logit_bias`, and
+            must be None otherwise.
+        shared: maps the tokens [T, D] to a tensor that is added to y [T, D], such as the output of
+            shared experts. On a GPU a call without gradients runs it on a stream of its own, at the
+            same time as the exchange and the routed experts.
+        layer_id: the number by which compiled and exported programs name the layer; by default the
+            first number that is free. Modulo 32768 it is the `tag` of the layer's rounds. By
+            default, the layers of an `ep` take tags in the order in which they are made, which must
+            be the same on all ranks.
+        num_rows: the number of rows of a call with gradients: see `TrainingExchange.dispatch`.
         exchange: carries calls with gradients over `ep`; by default the layer makes a
             `TrainingExchange`.
-        adapters: how many LoRA adapters of the experts there is room for. The layer then only
-            serves, and its parameters do not require grad. `capacity.extra_bytes` is at least 4,
-            for the adapter of each token.
+        adapters: the number of LoRA adapters of the experts that the layer makes room for. The
+            layer then only serves, and its parameters do not require grad. `capacity.extra_bytes`
+            must be at least 4, since every token brings the number of its adapter to the round.
         adapter_rank: the largest rank of an adapter.
 
     Raises:
         TypeError: an argument has another type or dtype.
         ValueError: `router_weight`, `bias` or `experts` has another shape than the config says; the
-            experts compute something else than its section `experts` says; own experts that train
-            are not spread; or `layer_id` or its tag is that of another layer.
+            experts compute something else than the section `experts` of the config says; experts
+            of the caller's own class require grad, but are not spread; or another layer has this
+            `layer_id` or its tag.
     """
 
     bias: Tensor | None
@@ -159,15 +162,15 @@ class MoELayer(nn.Module):
         self.num_rows = num_rows
         self._on_input = ep.config.experts.weights_on_input
         self.recorders: list[Callable[[Routes], object]] = []
-        """Are called with the `Routes` of each call, before dispatch."""
+        """Functions that the layer calls with the `Routes` of each of its calls."""
         self.contexts = 0
-        """How many contexts of `replay` and `adapters_of` this layer is in, with those that a graph
-        keeps alive.
+        """The number of contexts, of `replay` and `adapters_of`, in which this layer is now. A
+        context that has ended counts as long as a graph of autograd keeps it for a checkpoint.
         """
         self._jitter = ep.config.routing.jitter_noise
         self._routing = ep.config.routing.options | {"top_k": ep.config.model.num_experts_per_tok}
         self._hidden_size = ep.config.model.hidden_size
-        # For calls that are one node of autograd.
+        # The router of calls that are one node of autograd. The first such call makes it.
         self._router: whole_layer.Router | None = None
 
         # Make the exchange of calls with gradients, or keep the reason why there can be none.
@@ -191,11 +194,12 @@ class MoELayer(nn.Module):
         elif adapter_room is None and _can_train(ep, grouped):
             spread(grouped, ep)
 
-        # The dtypes of x, for experts that do not say theirs.
+        # The dtypes that x may have if the experts are not `GroupedExperts`, whose dtype is known.
         widest = ep.config.model.torch_dtype
         narrower = [dtype for dtype in FLOATS if dtype.itemsize < widest.itemsize]
         self._dtypes_of_config = [widest, *narrower]
-        # The dtype of x in the last call.
+        # The dtype of x in the last call. If x is wrong in a later call, this rank needs the dtype
+        # in which the other ranks run the round: see `_dtype_of`.
         self._dtype: torch.dtype | None = None
 
         # Parameters and buffers.
@@ -221,14 +225,15 @@ class MoELayer(nn.Module):
         w_down: Tensor,
         **options: Any,
     ) -> Self:
-        """Make a layer from the weights of all E logical experts. It copies those of this rank to
-        the device of `ep`.
+        """Make a layer from the weights of all E logical experts. Only the experts that the
+        placement gives to this rank, copies included, are copied to the device of `ep`.
 
-        Arguments and errors are those of `MoELayer` and `GroupedExperts`; tensors may be on any
-        device. `router_weight` is [E, D], `w_gate_up` [E, 2F, D] and `w_down` [E, D, F]. These two,
-        scales and biases have a row for each of the E experts, otherwise it is a ValueError. What
-        the experts compute is by default as in the config. The layer has the experts of the
-        placement, with copies.
+        `router_weight` is [E, D], `w_gate_up` [E, 2F, D] and `w_down` [E, D, F], for D elements of
+        a token and F of an expert's activation. Tensors may be on any device. The weights of the
+        experts, their scales and their biases must have a row for each of the E experts; otherwise
+        it raises ValueError. `options` are other arguments of `MoELayer` and `GroupedExperts`,
+        which also say what else it raises. Options of the experts that are not given are those of
+        the config's section `experts`.
         """
         E = ep.placement.num_experts
         layer_options = {
@@ -262,28 +267,30 @@ class MoELayer(nn.Module):
         """Make a layer from a Hugging Face checkpoint. This rank reads the router and only its own
         experts.
 
-        Shared experts are not read: load their module as the model does, and give it as `shared`. A
-        layer that trains needs a `dtype` where the checkpoint has fp8 or MXFP4 experts. Errors are
-        those of `MoELayer`, `GroupedExperts` and `SafetensorsFolder`.
+        Shared experts are not read. Load their module as the model does, and give it as `shared`.
+        If the checkpoint has fp8 or MXFP4 experts, a layer that trains needs a `dtype`. It raises
+        the errors of `MoELayer`, `GroupedExperts` and `SafetensorsFolder`.
 
         Args:
             ep: see `MoELayer`.
             folder: with the checkpoint.
             block: the name of the MoE block in the model, such as "model.layers.3.mlp".
             router_dtype: the dtype of the router, by default that of `SafetensorsFolder.router`.
-            dtype: the dtype of the experts, see `SafetensorsFolder.experts`: fp32 or bf16 for
-                masters. None: as there.
+            dtype: the dtype of the experts, such as fp32 or bf16 for weights that train. By default
+                the experts are as in the checkpoint: see `SafetensorsFolder.experts`.
             options: other arguments of `MoELayer` and of `GroupedExperts`, such as `shared` or
-                `gemm`. What the experts compute is by default as in the config.
+                `gemm`. Options of the experts that are not given are those of the config.
 
         Returns:
-            The layer on the device of `ep`, in the dtypes of the checkpoint, or as asked for.
+            The layer on the device of `ep`, in the dtypes of the checkpoint, or in those that the
+            caller asks for.
         """
+        # Read the router.
         router: dict[str, Any] = {
             name: _on(ep.device, value)
             for name, value in folder.router(block, _gate_bias(ep.config)).items()
         }
-        # A caller who gives `bias` knows of the one in the checkpoint.
+        # Refuse a bias that the config does not mention, unless the caller replaces it by `bias`.
         is_unexpected = router["bias"] is not None and not ep.config.routing.selection_bias
         if is_unexpected and "bias" not in options:
             raise ValueError(
@@ -293,6 +300,8 @@ class MoELayer(nn.Module):
         for name in ("router_weight", "logit_bias"):
             if router_dtype is not None and router[name] is not None:
                 router[name] = router[name].to(router_dtype)
+
+        # Read this rank's experts. Options of the caller come before those of the config.
         layer_options = _pop_layer_options(options)
         local_experts = _experts_to_load(ep, layer_options.get("layer_id"))
         weights: dict[str, Any] = folder.experts(block, local_experts, ep.device, dtype)
@@ -300,24 +309,26 @@ class MoELayer(nn.Module):
         return cls(ep, experts=experts, **router | layer_options)
 
     def full_state_dict(self, *, cpu_offload: bool = False) -> dict[str, Any]:
-        """`epmoe.checkpoint.full_state_dict` of this layer: all E logical experts. Collective."""
+        """A state dict of this layer with all E logical experts. Collective. See
+        `epmoe.checkpoint.full_state_dict`.
+        """
         return state_dicts.full_state_dict(self, cpu_offload=cpu_offload)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """`epmoe.checkpoint.load_full_state_dict` of this layer: loads this rank's experts out of
-        all E.
+        """Load this rank's experts, and the router, from a state dict with all E logical experts.
+        See `epmoe.checkpoint.load_full_state_dict`.
         """
         state_dicts.load_full_state_dict(self, state_dict)
 
     def get_extra_state(self) -> Tensor:
-        """The logical experts that a state dict of this layer holds, a part of `state_dict`: int32
-        [e], or [E] if the experts are DTensors.
+        """The logical experts whose weights a state dict of this layer holds: int32 [e], the
+        experts of this rank, or [E] if the experts are DTensors. torch puts it into `state_dict`.
         """
         return torch.tensor(self._held_experts, dtype=torch.int32, device=self.router_weight.device)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Check the experts of a state dict that is loaded. Raises ValueError if they are not those
-        of this rank.
+        """Check that a state dict which is being loaded holds the experts of this rank. Raises
+        ValueError if it holds others.
         """
         if not state.is_meta:
             state_dicts.check_held(state, self.ep, self._held_experts)
@@ -332,29 +343,29 @@ class MoELayer(nn.Module):
     def load_adapter(
         self, number: int, folder: str | os.PathLike[str], block: str, *, experts_only: bool = False
     ) -> None:
-        """Read a LoRA adapter that PEFT has saved, and make it the one with this number.
+        """Read a LoRA adapter that PEFT has saved, and put it in place of the adapter `number`.
         Collective.
 
-        Each rank reads all of the block, and keeps what its experts have. No adapter changes on any
-        rank unless all have read the same. docs/serving.md says what happens to adapters when
-        experts move or the group changes.
+        Each rank reads the adapter of the whole block, and keeps the part of its own experts. No
+        adapter changes on any rank unless all ranks have read the same one. docs/serving.md says
+        what happens to adapters when experts move or the group changes.
 
         Args:
-            number: from 0 to `adapters` − 1, as `adapter_ids` name it.
-            folder: with PEFT's `adapter_config.json` and `adapter_model.safetensors`, whose
-                `target_parameters` are the experts' `gate_up_proj`, `down_proj` or both, or which
-                names the modules of single experts.
+            number: from 0 to `adapters` − 1. A token chooses this adapter by `adapter_ids`.
+            folder: has PEFT's `adapter_config.json` and `adapter_model.safetensors`. The adapter's
+                `target_parameters` are the experts' `gate_up_proj`, `down_proj` or both, or the
+                adapter names the modules of single experts.
             block: the name of the MoE block in the model, such as "model.layers.3.mlp".
             experts_only: see `epmoe.checkpoint.load_adapter`.
 
         Raises:
-            ValueError: on all ranks, if on one of them the layer has no room for adapters, or what
-                `epmoe.checkpoint.load_adapter` and `ExpertAdapters.put_local` raise; or ranks have
-                another adapter.
+            ValueError: on all ranks, if on one of them the layer has no room for adapters, or
+                `epmoe.checkpoint.load_adapter` or `ExpertAdapters.put_local` refuses the adapter,
+                or if ranks have read different adapters.
             EPStateError: experts are moving on a rank.
             RuntimeError: another thread is in a call of the `ExpertParallel` of a rank.
-            EPTimeoutError: ranks ended or did not come within `exchange.warmup_timeout_s`. It names
-                them.
+            EPTimeoutError: some ranks have ended, or have not made this call within
+                `exchange.warmup_timeout_s`. The error names them.
         """
         self._put_adapter(
             "load_adapter",
@@ -366,9 +377,11 @@ class MoELayer(nn.Module):
         )
 
     def put_adapter(self, number: int, adapter: LoRA | None) -> None:
-        """Put an adapter of all E logical experts, the same on all ranks, in place of the one with
-        this number; None removes that one. Collective. Raises what `load_adapter` does, and
-        TypeError for a factor that is no float tensor.
+        """Put an adapter in place of the adapter `number`; None removes the adapter `number`.
+        Collective.
+
+        `adapter` has the factors of all E logical experts, and must be the same on all ranks.
+        Raises the errors of `load_adapter`, and TypeError for a factor that is no float tensor.
         """
         self._put_adapter(
             "put_adapter", number, "", lambda sizes, _: StoredAdapter.from_lora(adapter, sizes)
@@ -381,8 +394,10 @@ class MoELayer(nn.Module):
         block: str,
         read: Callable[[tuple[int, int, int, int], bool], StoredAdapter],
     ) -> None:
-        """Read an adapter on all ranks, and put it into their room. `read` takes the sizes of the
-        experts, and whether gate and up are interleaved.
+        """Read an adapter on all ranks, and put it in place of the adapter `number` on all of them.
+
+        `read` takes the sizes (E, D, 2F, F) of the experts, and whether their gate and up rows are
+        interleaved. `call` and `block` are for the messages of errors.
         """
         adapters = self.adapters
         experts = self.experts
@@ -399,6 +414,7 @@ class MoELayer(nn.Module):
                 stored = read((E, D, 2 * width, width), experts.interleaved)
                 self.ep.exchange.run(partial(update.put, adapters, stored))
         except BaseException as error:
+            # If ranks may disagree about the adapter now, none of them may use it.
             others_may_have_it = update.is_unconfirmed or isinstance(error, EPTimeoutError)
             if adapters is not None and others_may_have_it:
                 adapters.lose(number)
@@ -413,38 +429,42 @@ class MoELayer(nn.Module):
         return_routing: bool = False,
         adapter_ids: Tensor | None = None,
     ) -> Any:
-        """x [T, D] of this rank's tokens, or [B, T, D] of B·T tokens → y of the same shape and
-        dtype.
+        """Run the layer on this rank's tokens. Returns y in the shape and dtype of x.
 
-        Collective: every rank calls, also without tokens.
+        Collective: every rank must call it, also a rank without tokens.
 
         Args:
-            x: tokens in the dtype of the experts.
-            num_tokens: rows at and past it are padding and yield zeros: an int or an int32 scalar
-                tensor on the device. With [B, T, D] it counts rows [B·T, D].
+            x: T tokens [T, D], or B·T tokens [B, T, D], in the dtype of the experts.
+            num_tokens: the number of real tokens, an int or an int32 scalar tensor on the device.
+                Later tokens are padding, whose y is zeros. If x is [B, T, D], tokens are counted
+                in the order of [B·T, D].
             routing: ids int32 or int64 [T, K] and weights [T, K] in place of the router's, such as
-                those of a rollout. The weights may require grad; None: the router's own, of these
-                experts.
-            return_routing: whether to return `Routes`, too; eager calls only.
+                those of a rollout. The weights may require grad. If the weights are None, the
+                router weighs the experts of `ids`.
+            return_routing: whether to return the `Routes`, too. Only eager calls can.
             adapter_ids: int16, int32 or int64 [T] or [B, T], the adapter of each token, in a layer
-                with `adapters`. −1, as any number that is no adapter's, means none, which is the
-                default for all tokens.
+                with `adapters`. −1, or any other number that no adapter has, means no adapter. By
+                default no token has one.
 
         Returns:
             y, or y and the `Routes`.
 
         Raises:
-            EPError: what `ExpertParallel.dispatch` and `ExpertParallel.combine` raise.
-            TypeError: x has another type or dtype. Nothing was sent, nor in the next cases.
+            EPError: the round fails, in the ways that `ExpertParallel.dispatch` and
+                `ExpertParallel.combine` name.
+            TypeError: x has another type or dtype. This and the next two errors are raised before
+                any token is sent.
             ValueError: x does not fit the config.
             RuntimeError: something requires grad in grad mode, but this layer only serves.
 
-        An exception, also one of the experts or of a refused argument, gives the round up on this
-        rank. The other ranks get an EPAbortedError that names it, or sums without its experts
-        (`exchange.on_abort`), and none of them waits.
+        If this rank raises any exception, also one of the experts or of a refused argument, the
+        round ends for all ranks, and none of them waits. The other ranks get an EPAbortedError that
+        names this rank, or sums without the experts of this rank (`exchange.on_abort`).
         """
+        # Refuse what a graph of a compiler cannot hold.
         compiles = torch.compiler.is_compiling()
-        # torch 2.11's Dynamo takes `is_exporting()` for true wherever it traces, but not its flag.
+        # In torch 2.11, `is_exporting()` is True whenever Dynamo traces. This flag of torch is True
+        # only in an export.
         exports = compiles and torch.compiler._is_exporting_flag
         if exports and self.contexts:
             raise RuntimeError(
@@ -455,14 +475,19 @@ class MoELayer(nn.Module):
             raise ValueError(
                 "`return_routing` needs an eager call: an operator of a graph returns y only"
             )
+
+        # Contexts such as `replay` give other tensors to each call, which a graph would keep. So
+        # the call runs between two graphs.
         if compiles and self.contexts:
             from epmoe.local.between_graphs import between_graphs
 
             return between_graphs(
                 self.forward, x, num_tokens, routing=routing, adapter_ids=adapter_ids
             )
+
         if torch.is_grad_enabled() and self._has_gradients(x):
-            # Rows that inductor could not count.
+            # A call with gradients. It runs between two graphs if inductor cannot compile it: its
+            # number of rows must be known, and the round must not run twice.
             if compiles and (self.num_rows == "exact" or not fits_graphs()):
                 if exports:
                     raise RuntimeError(
@@ -475,12 +500,15 @@ class MoELayer(nn.Module):
             else:
                 y, routes = self._with_gradients(x, num_tokens, routing)
         elif compiles:
+            # A compiled call without gradients. One operator runs all that follows the router.
             routed = self._routed(x, routing, self.experts)
             y = opaque.moe(self, *routed, num_tokens, adapter_ids)
         else:
+            # An eager call without gradients.
             if getattr(x, "is_cuda", False):
                 self._refuse_capture()
-            # Not by `giving_up`, whose context manager would cost each layer 3 µs.
+            # This does what `ExpertParallel.giving_up` does, whose context would cost each layer
+            # 3 µs.
             ep = self.ep
             exchange = ep.exchange
             before = exchange.rounds.count
@@ -496,6 +524,8 @@ class MoELayer(nn.Module):
                 given_ids = None if routing is None else routing[0]
                 ep.give_up(exchange, before, self.tag, partial(self._shape, x, given_ids))
                 raise
+
+        # Return y in the shape of x, and in its dtype, which autocast may have changed.
         if y.dim() != x.dim():
             y = y.view(x.shape)
         if y.dtype is not x.dtype:
@@ -503,13 +533,15 @@ class MoELayer(nn.Module):
         return (y, routes) if return_routing else y
 
     def logits(self, x: Tensor) -> Tensor:
-        """Logits [T, E] of tokens [T, D], in the dtype of `router_weight`. They have gradients by
-        torch's own rule.
+        """Compute the router's logits [T, E] of tokens [T, D], in the dtype of `router_weight`.
+        They have gradients by torch's own rule.
         """
         return self._logits(x, self.router_weight)
 
     def _logits(self, x: Tensor, router_weight: Tensor) -> Tensor:
-        """`logits`, by the parameter of the layer."""
+        """Do what `logits` does. The caller has read the parameter `router_weight` already, which
+        costs some time in a module of torch.
+        """
         if torch.is_autocast_enabled(x.device.type):
             with without_autocast(x.device):
                 return self._logits(x, router_weight)
@@ -525,31 +557,35 @@ class MoELayer(nn.Module):
         num_tokens: int | Tensor | None,
         extra: Tensor | None = None,
     ) -> Tensor:
-        """Run the layer behind its router, without gradients. Collective. Errors are those of
-        `forward`.
+        """Run all that follows the router, without gradients. Collective. It raises the errors of
+        `forward`. The operator of compiled layers calls it.
 
         Args:
             x_TD: tokens in the dtype of the experts.
-            routing: ids [T, K]; without `weights_TK`, logits [T, E] for `ExpertParallel.route`.
-            weights_TK: of the ids.
+            routing: ids [T, K]; or, if there are no weights, logits [T, E], from which
+                `ExpertParallel.route` chooses the experts.
+            weights_TK: the weights of the ids, or None.
             num_tokens: see `forward`.
-            extra: the adapter of each token, `adapter_ids` of `forward`.
+            extra: the adapter of each token: `adapter_ids` of `forward`.
 
         Returns:
             y [T, D] in the dtype of x.
         """
         if x_TD.is_cuda:
             self._refuse_capture()
-        with self.ep.giving_up(
-            self.tag, partial(self._shape, x_TD, None if weights_TK is None else routing)
-        ):
-            return self._serve(self.experts, x_TD, routing, weights_TK, num_tokens, extra)[0]
+        # If this rank raises, it ends the round for the other ranks, which need its shape.
+        ids = None if weights_TK is None else routing
+        with self.ep.giving_up(self.tag, partial(self._shape, x_TD, ids)):
+            y_TD, _ = self._serve(self.experts, x_TD, routing, weights_TK, num_tokens, extra)
+            return y_TD
 
     def _refuse_capture(self, *, trains: bool = False) -> None:
-        """Raise RuntimeError in a capture of a CUDA graph that the experts do not allow. Nothing
-        has been launched or counted yet, so later rounds work as if there had been no call.
+        """Raise RuntimeError if a CUDA graph is being captured, and the experts cannot be captured.
+
+        Callers call it before anything is launched or counted, so that later rounds work as if
+        there had been no call.
         """
-        # As `Gemm.refuse_capture`, but without a look at the experts in every call.
+        # Most calls are no captures, so look for a capture before looking at the experts.
         if torch.compiler.is_compiling():
             return
         if not torch.cuda.is_current_stream_capturing():
@@ -566,9 +602,10 @@ class MoELayer(nn.Module):
         num_tokens: int | Tensor | None,
         adapter_ids: Tensor | None,
     ) -> tuple[Tensor, Routes]:
-        """Route, unless there are weights already, and run the round. Returns y [T, D] and what was
-        chosen.
+        """Choose experts, unless `weights_TK` are given, and run the round, without gradients.
+        Arguments are those of `run`. Returns y [T, D], and the choice of experts.
         """
+        # If the layer has adapters, every token brings the number of its adapter to the round.
         adapters = self.adapters
         extra = None
         if adapters is not None or adapter_ids is not None:
@@ -585,7 +622,7 @@ class MoELayer(nn.Module):
         if self.recorders:
             record(self.recorders, routes)
 
-        # Bring tokens to their experts.
+        # Bring tokens to their experts. The tokens are ready at the point `start` of the stream.
         start = None if shared_experts is None else record_point(x_TD.device)
         dispatched = self.ep.dispatch(
             x_TD,
@@ -597,12 +634,13 @@ class MoELayer(nn.Module):
             aligned=isinstance(experts, GroupedExperts) and experts.alignment > 1,
             extra=extra,
         )
-        # Shared experts start after dispatch, whose blocks get multiprocessors first.
+        # Launch the shared experts after dispatch, so that dispatch's blocks get multiprocessors
+        # first.
         shared = None
         if shared_experts is not None:
             shared = SideStream(start, shared_experts, x_TD)
 
-        # Run the experts.
+        # Run the experts. `added` is what the adapters of the rows add to the experts' products.
         added = None
         if adapters is not None and dispatched.extra is not None:
             added = adapters.of_rows(dispatched.extra)
@@ -626,6 +664,7 @@ class MoELayer(nn.Module):
         y_TD = self.ep.combine(out_ND, dispatched)
         if shared is not None:
             y_TD += shared.result()
+            # Shared experts have an output for padding, too.
             if num_tokens is not None:
                 zero_padding_rows_(y_TD, num_tokens)
         return y_TD, routes
@@ -636,7 +675,7 @@ class MoELayer(nn.Module):
         num_tokens: int | Tensor | None,
         routing: tuple[Tensor, Tensor | None] | None,
     ) -> tuple[Tensor, Routes]:
-        """Run a call with gradients. Returns y in the shape of x, and what was chosen."""
+        """Run a call with gradients. Returns y in the shape of x, and the choice of experts."""
         exchange = self._exchange
         if exchange is None:
             raise RuntimeError(
@@ -648,9 +687,10 @@ class MoELayer(nn.Module):
         if torch.compiler.is_compiling():
             outcome = self._run_stages(exchange, x, num_tokens, routing)
         else:
-            # Not by `giving_up`, whose context manager would cost each layer 3 µs.
-            rounds_of = exchange.ep.exchange
-            before = rounds_of.rounds.count
+            # This does what `TrainingExchange.giving_up` does, whose context would cost each layer
+            # 3 µs.
+            node_exchange = exchange.ep.exchange
+            before = node_exchange.rounds.count
             try:
                 one_node = self._as_one_node(exchange, x, num_tokens, routing)
                 if one_node is None:
@@ -660,8 +700,10 @@ class MoELayer(nn.Module):
             except BaseException:
                 given_ids = None if routing is None else routing[0]
                 shape = partial(self._shape, x, given_ids, trains=True)
-                exchange.give_up(rounds_of, before, self.tag, self._weights_on, shape)
+                exchange.give_up(node_exchange, before, self.tag, self._weights_on, shape)
                 raise
+
+        # Record the choice of experts, and add the output of shared experts.
         y_TD = outcome.y_TD
         routes = outcome.routes
         if self.recorders:
@@ -672,7 +714,8 @@ class MoELayer(nn.Module):
             y_TD = self._with_shared(shared, y_TD, outcome.x_TD, num_tokens)
         if x.dim() == y_TD.dim():
             return y_TD, routes
-        # Not a view, from which an operation in place would take FSDP's hooks.
+        # FSDP puts hooks on y. If y were a view, an operation in place of the caller would make a
+        # new node of autograd for y, without these hooks. To autograd, `_unsafe_view` is no view.
         return torch.ops.aten._unsafe_view(y_TD, x.shape), routes
 
     def _as_one_node(
@@ -684,8 +727,9 @@ class MoELayer(nn.Module):
     ) -> _Outcome | None:
         """Run the layer as one node of autograd, which costs the host least.
 
-        Returns None, and runs nothing, where a mode or hook looks at the layer's stages, or the
-        caller gives the routing.
+        Returns None, and runs nothing, if the layer cannot be one node in this call. This is so if
+        a mode of torch or a hook watches the layer's stages, if the caller or a context gives the
+        routing, if the weights multiply the experts' inputs, or if x must be cast.
         """
         if routing is not None or self.contexts or self._on_input:
             return None
@@ -699,6 +743,8 @@ class MoELayer(nn.Module):
         x_TD = self._checked(x, experts, router_weight)
         if x_TD.dtype is not experts.dtype:
             return None
+
+        # Run it. The first call makes the router, which later calls use again.
         self._keep_dtype(x_TD.dtype)
         router = self._router
         if router is None:
@@ -725,8 +771,8 @@ class MoELayer(nn.Module):
         num_tokens: int | Tensor | None,
         routing: tuple[Tensor, Tensor | None] | None,
     ) -> _Outcome:
-        """Run the layer stage by stage, each as nodes of autograd of its own."""
-        # Refuse what has no gradients here.
+        """Run the layer stage by stage. Each stage is one or more nodes of autograd."""
+        # Refuse calls for which this layer has no right gradients.
         experts = self.experts
         router_weight = self.router_weight
         refuse_tangents(x, router_weight)
@@ -734,8 +780,9 @@ class MoELayer(nn.Module):
         if router_weight.dtype != self._router_dtype:
             self._refuse_router_dtype(router_weight)
 
-        # Contexts such as `replay` may give the routing, and an x for the experts, whose gradient
-        # they await. The router takes the caller's x, which may need no gradient.
+        # Contexts such as `replay` may give the routing, and an x for the experts. The backward
+        # pass must then reach this x, so the experts take it. The router takes the caller's x,
+        # which may need no gradient.
         scored_TD = self._checked(x, experts, router_weight)
         x_TD = scored_TD
         if self.contexts:
@@ -749,6 +796,9 @@ class MoELayer(nn.Module):
         return _Outcome(x_TD, y_TD, routes)
 
     def _refuse_router_dtype(self, router_weight: Tensor) -> NoReturn:
+        """Raise the TypeError for a router whose weight is not in the dtype of when the layer was
+        made.
+        """
         raise TypeError(
             f"`router_weight` must be {dtype_name(self._router_dtype)}, as the layer was "
             f"made, got {dtype_name(router_weight.dtype)}: FSDP's mixed precision "
@@ -758,9 +808,11 @@ class MoELayer(nn.Module):
 
     @property
     def _weights_on(self) -> WeightsOn:
+        """Who applies the weights in a call with gradients: see `TrainingExchange.dispatch`."""
         if self._on_input:
             return "rows"
-        # Where GroupedExperts multiply gradients, nobody keeps their outputs.
+        # GroupedExperts multiply the gradients by the weights, so that the outputs need not be kept
+        # for the backward pass. Other experts do not.
         return "both" if isinstance(self.experts, GroupedExperts) else "combine"
 
     def _run_round(
@@ -774,7 +826,7 @@ class MoELayer(nn.Module):
         """Route `scored_TD`, the tokens as the router takes them, and run the round of `x_TD`, the
         tokens as the experts take them.
         """
-        # Choose experts. If the caller gives ids alone, compute their weights.
+        # Choose experts, and weigh them. If the caller gives ids without weights, only weigh them.
         given_TK = None
         weights_TK = None
         if routing is not None:
@@ -793,10 +845,11 @@ class MoELayer(nn.Module):
                 num_tokens=num_tokens,
                 **self._routing,
             )
-            # Pairs of weight 0 do not travel, as in serving. They have no gradients either.
+            # A pair (token, expert) with the weight 0 does not travel, as in serving: the id −1
+            # stands for no expert. Such a pair has no gradients either.
             sent_TK = ids_TK.masked_fill(weights_TK == 0, -1)
         else:
-            # Dispatch checks the ids of the caller.
+            # The caller gives ids and weights. Dispatch checks them.
             ids_TK = routing[0]
             sent_TK = ids_TK
 
@@ -811,6 +864,8 @@ class MoELayer(nn.Module):
             num_tokens=num_tokens,
             tag=self.tag,
         )
+
+        # Multiply the experts' inputs by the weights, if the model does so.
         rows_ND = routed.rows
         if weights_on == "rows" and routed.row_weights is not None:
             rows_ND = (rows_ND.float() * routed.row_weights[:, None]).to(rows_ND.dtype)
@@ -830,10 +885,11 @@ class MoELayer(nn.Module):
         x_TD: Tensor,
         num_tokens: int | Tensor | None,
     ) -> Tensor:
-        """Add what `shared` maps the tokens to. Padding stays zero."""
+        """Add the output of `shared` to y, with gradients. The rows of padding stay zeros."""
         if num_tokens is None:
             return y_TD + shared(x_TD)
-        # Padding may hold anything.
+        # Padding may hold anything, also NaN, from which shared experts would compute gradients of
+        # NaN. So they get zeros in its place.
         is_padding_T1 = (torch.arange(len(x_TD), device=x_TD.device) >= num_tokens)[:, None]
         sum_TD = y_TD + shared(x_TD.masked_fill(is_padding_T1, 0))
         return sum_TD.masked_fill(is_padding_T1, 0)
@@ -842,23 +898,25 @@ class MoELayer(nn.Module):
         return repr(self.ep)
 
     def _has_gradients(self, x: object) -> bool:
-        """Whether a call in grad mode needs a backward pass. x is not checked yet: if it is wrong,
-        the parameters decide, as on the other ranks.
+        """Whether a call in grad mode needs a backward pass.
+
+        x has not been checked yet. If it is no tensor, the parameters decide, as they do on the
+        other ranks, so that this rank ends the right kind of round.
         """
-        # Ask these first: that spares a walk through all modules.
+        # Ask x and the router first, which spares most calls a walk through all modules.
         if getattr(x, "requires_grad", False) or self.router_weight.requires_grad:
             return True
         return any(value.requires_grad for value in self.parameters())
 
     def _shape(self, x: object, ids: object, trains: bool = False) -> RoundShape:
-        """The shape of the round that the other ranks open, where x and `ids` of this rank may be
-        wrong.
+        """The shape of the round that the other ranks open for this call. x and `ids` of this rank
+        may be wrong, and are used only as far as they can be right.
         """
         model = self.ep.config.model
         extra = None
         if self.adapters is not None:
             extra = Extra(torch.int32, ())
-        # The K of given ids, if it is one.
+        # K is the number of columns of given ids, if these can be ids.
         top_k = model.num_experts_per_tok
         if isinstance(ids, Tensor) and ids.dim() == 2 and 1 <= ids.shape[1] <= top_k:
             top_k = ids.shape[1]
@@ -872,7 +930,9 @@ class MoELayer(nn.Module):
         )
 
     def _adapters_of_tokens(self, x_TD: Tensor, adapter_ids: Tensor | None) -> Tensor:
-        """The checked adapter of each token, int32 [T]. Raises what `forward` does."""
+        """Check `adapter_ids`, and return the adapter of each token, int32 [T]. Raises the errors
+        of `forward`, and EPStateError if an adapter has been lost.
+        """
         if self.adapters is None:
             raise ValueError(
                 "`adapter_ids` must be None, since the layer was made without `adapters`"
@@ -901,8 +961,8 @@ class MoELayer(nn.Module):
     def _routed(
         self, x: Tensor, routing: tuple[Tensor, Tensor | None] | None, experts: object
     ) -> _RoutedTokens:
-        """Check the tokens of a call without gradients, and compute logits unless the caller gives
-        the routing.
+        """Prepare a call without gradients for its round: check the tokens, and compute the logits,
+        unless the caller gives the routing.
         """
         router_weight = self.router_weight
         scored_TD = self._checked(x, experts, router_weight)
@@ -916,10 +976,11 @@ class MoELayer(nn.Module):
         return _RoutedTokens(x_TD, ids, weights)
 
     def _checked(self, x: Tensor, experts: object, router_weight: Tensor) -> Tensor:
-        """Check x. Returns it as [T, D] for the router, under autocast perhaps in a dtype that the
-        experts do not take.
+        """Check x, and return it as [T, D] for the router. Under autocast it may be in a dtype that
+        the experts do not take.
 
-        Raises what `forward` does before anything is sent.
+        Raises the TypeErrors and ValueErrors of `forward`. The checks here are quick, since every
+        call runs them; `_explain_misfit` finds out what is wrong.
         """
         device = self.ep.device
         grouped = experts if isinstance(experts, GroupedExperts) else None
@@ -934,19 +995,20 @@ class MoELayer(nn.Module):
         else:
             takes_dtype = isinstance(x, Tensor) and x.dtype in self._dtypes_of_config
 
-        # A call that fits is not looked at any further.
+        # A call that fits needs no further checks.
         fits = takes_dtype and on_device and x.dim() in (2, 3) and x.shape[-1] == self._hidden_size
         if not fits or x.device != device:
             self._explain_misfit(x, grouped, router_weight)
 
+        # In training, some routers want noise on x.
         x_TD = x.flatten(0, -2)
         if self._jitter and self.training and not torch.is_inference_mode_enabled():
             x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - self._jitter, 1 + self._jitter)
         return x_TD
 
     def _check_alignment(self, experts: GroupedExperts) -> None:
-        """Raise ValueError unless segments start at multiples of what the experts' GEMM wants. No
-        other GEMM would take its place.
+        """Raise ValueError unless segments start at the multiples that the experts' GEMM wants. The
+        caller has found out that no other GEMM could take its place.
         """
         if self.ep.config.alignment % experts.alignment:
             raise ValueError(
@@ -958,8 +1020,8 @@ class MoELayer(nn.Module):
     def _explain_misfit(
         self, x: Tensor, experts: GroupedExperts | None, router_weight: Tensor
     ) -> None:
-        """Raise the error that says why x or the layer does not fit. Returns if autocast casts x,
-        and all else fits.
+        """Raise the error that says why x, or the device of the layer, does not fit. Returns
+        without an error if only the dtype of x does not fit, and autocast casts x.
         """
         D = self._hidden_size
         device = self.ep.device
@@ -993,7 +1055,9 @@ class MoELayer(nn.Module):
             )
 
     def _as_experts_take(self, x_TD: Tensor, experts: object) -> Tensor:
-        """Cast tokens that `_checked` has returned, under autocast, to the dtype of the experts."""
+        """Cast tokens that `_checked` has returned to the dtype of the experts. Only under autocast
+        they may have another dtype.
+        """
         dtypes = self._dtypes(experts)
         if x_TD.dtype not in dtypes:
             x_TD = x_TD.to(dtypes[0])
@@ -1001,8 +1065,9 @@ class MoELayer(nn.Module):
         return x_TD
 
     def _keep_dtype(self, dtype: torch.dtype) -> None:
-        """Note the dtype of the tokens of a call."""
-        # As `nn.Module` would, in 2 µs more. Nothing is read, or dynamo would guard it.
+        """Note the dtype of the tokens of a call, for `_dtype_of`."""
+        # An assignment to an attribute of an `nn.Module` would take 2 µs more. The old value is not
+        # compared first, since dynamo would then put a guard on it.
         object.__setattr__(self, "_dtype", dtype)
 
     def _dtypes(self, experts: object) -> list[torch.dtype]:
@@ -1010,8 +1075,8 @@ class MoELayer(nn.Module):
         return [experts.dtype] if isinstance(experts, GroupedExperts) else self._dtypes_of_config
 
     def _dtype_of(self, x: object) -> torch.dtype:
-        """The dtype of the tokens that the other ranks bring to this layer's round, where x of this
-        rank may be wrong.
+        """The dtype of the tokens that the other ranks probably bring to this layer's round. It is
+        that of x, unless x is wrong; otherwise that of the last call.
         """
         dtypes = self._dtypes(self.experts)
         if isinstance(x, Tensor) and x.dtype in dtypes:
@@ -1019,7 +1084,8 @@ class MoELayer(nn.Module):
         return self._dtype or dtypes[0]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        # These keep their dtypes, also with assign=True.
+        # Tensors of the router keep their dtypes. With assign=True, torch would take over those of
+        # the state dict.
         for name in ("router_weight", "bias", "logit_bias"):
             value = getattr(self, name)
             loaded = state_dict.get(prefix + name)
@@ -1028,7 +1094,8 @@ class MoELayer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # The experts are cast.
+        # torch calls this for every cast and every move of the module. The experts, which are
+        # children, are cast and moved.
         if recurse:
             for child in self.children():
                 child._apply(fn)
@@ -1044,7 +1111,7 @@ class MoELayer(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = self.__new__(type(self))
-        # These are shared, not copied.
+        # The copy shares the exchange, which belongs to the group of ranks.
         for shared in (self.ep, self.order, self._exchange):
             memo[id(shared)] = shared
         memo[id(self)] = twin
@@ -1057,7 +1124,9 @@ class MoELayer(nn.Module):
         return twin
 
     def _follow(self) -> None:
-        """Let experts and adapters take part in moves and changes of the group."""
+        """Register the experts and adapters with `ep`, so that their weights follow when experts
+        move between ranks or the group changes.
+        """
         if self.adapters is not None:
             self.ep.followers.add(self.adapters)
         if isinstance(self.experts, GroupedExperts):
@@ -1069,7 +1138,7 @@ class _RoutedTokens(NamedTuple):
 
     x_TD: Tensor
     routing: Tensor
-    """ids [T, K]; without weights, logits [T, E]"""
+    """ids [T, K]; or, if there are no weights, logits [T, E]"""
     weights_TK: Tensor | None
 
 
@@ -1077,7 +1146,7 @@ class _Outcome(NamedTuple):
     """What a call with gradients returns, before shared experts are added."""
 
     x_TD: Tensor
-    """the tokens as the experts have taken them"""
+    """the tokens in the form in which the experts have taken them, perhaps cast"""
     y_TD: Tensor
     routes: Routes
 
@@ -1094,9 +1163,11 @@ class _AdapterUpdate:
         """whether this rank has changed the adapter, and does not know that all ranks have"""
 
     def put(self, room: ExpertAdapters, stored: StoredAdapter) -> None:
-        """Put this rank's part of an adapter into its room, once all ranks have read the same."""
+        """Put this rank's part of an adapter into its room, once all ranks have read the same
+        adapter. Collective.
+        """
         layer = self._layer
-        # An empty slot gets any expert's part.
+        # An empty slot has the expert −1, and no token reaches it. It gets the part of expert 0.
         local_experts = [max(expert, 0) for expert in layer.ep.logical_experts(layer.tag)]
         local_part = room.checked(self._number, stored.of(local_experts))
         _check_same(
@@ -1115,7 +1186,9 @@ class _AdapterUpdate:
             room.put_local(self._number, local_part)
 
     def confirm(self) -> None:
-        """All ranks have the adapter: an exception behind this does not take it away."""
+        """Note that all ranks have the adapter. An exception that comes later does not make the
+        layer lose it.
+        """
         self.is_unconfirmed = False
 
 
@@ -1135,7 +1208,7 @@ def _can_train(ep: ExpertParallel, experts: GroupedExperts) -> bool:
     """Whether these experts may train where they are placed."""
     if experts.dtype not in FLOATS or experts.is_quantized:
         return False
-    # Tensors of inference mode only serve.
+    # Tensors that were made in inference mode cannot have gradients.
     if experts.w_down.is_inference():
         return False
     return problem_with(ep) is None
@@ -1176,7 +1249,7 @@ def _check_router(
 
 
 def _gate_bias(config: EPConfig) -> GateBias:
-    """What a checkpoint's `gate.bias` is added to, which its name does not say."""
+    """What the `gate.bias` of a checkpoint is added to. The config says so; its name does not."""
     if config.routing.logit_bias:
         return "logits"
     if config.routing.selection_bias:
@@ -1192,7 +1265,7 @@ def _check_experts(ep: ExpertParallel, experts: GroupedExperts, router_weight: T
     if got != (ep.num_local_experts, D):
         held = f"the {ep.num_local_experts} of this rank, with D={D}"
         raise ValueError(f"`experts` must be {held}, got {got[0]} with D={got[1]}")
-    # Where the config has the default of an option, the experts may have any value.
+    # An option that has its default in the config says nothing about the experts.
     defaults = type(config)().options
     for name, wanted in config.options.items():
         value = getattr(experts, name)
@@ -1228,7 +1301,9 @@ def _adapter_room(ep: ExpertParallel, experts: object, count: int, rank: int) ->
 
 
 def _check_same(peers: Peers, **mine: object) -> None:
-    """Raise ValueError on all ranks unless they bring the same adapter. Collective."""
+    """Raise ValueError on all ranks unless all of them have the same values `mine`, which describe
+    the adapter that they are about to put. Collective.
+    """
     first, *others = peers.all_gather(mine)
     for rank, theirs in enumerate(others, 1):
         odd = [name for name in first if theirs[name] != first[name]]
@@ -1240,8 +1315,8 @@ def _check_same(peers: Peers, **mine: object) -> None:
 
 
 def _weights_of(layer: MoELayer) -> SlotWeights:
-    """Make the function that `ExpertParallel.replace` takes as `weights`. It does not keep the
-    layer alive.
+    """Make the function that `ExpertParallel.replace` takes as `weights`. It holds the layer by a
+    weak reference, so that `ep` does not keep the layer alive.
     """
     return partial(_weights_in_slot, weakref.ref(layer))
 
@@ -1259,10 +1334,11 @@ def _weights_in_slot(reference: weakref.ref[MoELayer], tag: int, local: int) -> 
 
 
 def _experts_to_load(ep: ExpertParallel, layer_id: int | None) -> list[int]:
-    """The logical experts to load for a layer that is about to be made. An empty slot gets any
-    expert, which nobody uses.
+    """The logical experts whose weights to load for a layer that is about to be made.
+
+    `layer_id` is the argument of `MoELayer`. An empty slot, which no token reaches, gets expert 0.
     """
-    # The constructor refuses what is no int.
+    # A `layer_id` of another type is refused later, by the constructor of the layer.
     tag = ep.next_tag
     if isinstance(layer_id, int):
         tag = layer_id & constant("kMaxTag")

@@ -1,9 +1,12 @@
-"""The experts of a model among torch's tools: spread over ranks as DTensors, under DDP and FSDP, in
-one norm.
+"""Training a model whose experts are on different ranks with torch's tools: DTensors, DDP, FSDP,
+optimizers and the clipping of gradients.
 
-All ranks have the other parameters, and DDP or FSDP averages their gradients over ranks. A gradient
-of an expert is the sum over all ranks that have sent it tokens, and complete on the rank that holds
-the expert.
+Ranks have different experts, but the same other parameters. DDP or FSDP averages the gradients of
+these other parameters over the ranks. The gradient of an expert needs no such average: the rank
+that holds the expert has computed it from the tokens of all ranks, so it is the sum over all ranks
+already. It only has to be divided by the number of ranks.
+
+Letters: E experts of a layer, e experts of this rank.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from epmoe.training.scalars import refuse_scalars_of_a_rank
 
 
 def problem_with(ep: ExpertParallel) -> str | None:
-    """Why experts cannot train where they are placed, or None."""
+    """The reason why experts cannot train where the placement puts them, or None if they can."""
     placement = ep.placement
     E = ep.placement.num_experts
     if ep.live.can_move:
@@ -39,7 +42,8 @@ def problem_with(ep: ExpertParallel) -> str | None:
             "`placement.num_redundant_experts` must be 0 for training: each copy of an expert "
             "would get the gradient of its own tokens alone"
         )
-    # torch.chunk gives each rank as many experts as the first one has, and the last ones fewer.
+    # A DTensor splits its rows as torch.chunk does: each rank has as many as the first rank, except
+    # that the last ranks may have fewer.
     chunk = -(-E // ep.size)
     owners = tuple(expert // chunk for expert in range(E))
     if placement.owners != owners:
@@ -52,26 +56,28 @@ def problem_with(ep: ExpertParallel) -> str | None:
 
 
 def spread(module: nn.Module, ep: ExpertParallel) -> nn.Module:
-    """Make DTensors [E, …] of a module's parameters [e, …], in their memory. This rank keeps its
-    own rows.
+    """Make DTensors [E, …] of a module's parameters [e, …], where E is the number of all experts
+    and e that of this rank's experts. The memory stays the same, and this rank keeps its own rows.
 
-    DTensors say to DDP, optimizers, checkpoints and other tools of torch that ranks have different
-    experts. A `MoELayer` spreads its `GroupedExperts` itself. In a group of one rank nothing
-    changes.
+    By the DTensors, DDP, optimizers, checkpoints and other tools of torch know that ranks have
+    different experts. A `MoELayer` spreads its `GroupedExperts` itself. In a group of one rank
+    nothing changes.
 
     Args:
-        module: experts whose parameters have a row for each expert of this rank, in their order.
-        ep: the `ExpertParallel` whose ranks hold the experts. With a mesh (…, "ep") gradients are
-            added over the replicas in its other dimensions.
+        module: experts whose parameters have a row for each expert of this rank, in the order of
+            these experts.
+        ep: the `ExpertParallel` whose ranks hold the experts. If it has a mesh (…, "ep"), gradients
+            are added over the replicas in the other dimensions of the mesh.
 
     Returns:
         The module.
 
     Raises:
         ValueError: the placement has copies of experts, experts that move, or another split than
-            torch.chunk; or a parameter has not e rows, or a buffer has.
+            that of torch.chunk; or a parameter has another number of rows than e; or a buffer has
+            e rows.
     """
-    # The placement must be one that a DTensor can say, over more than one rank.
+    # Check that a DTensor can express the placement. One rank has all experts, and needs none.
     problem = problem_with(ep)
     if problem is not None:
         raise ValueError(problem)
@@ -85,7 +91,7 @@ def spread(module: nn.Module, ep: ExpertParallel) -> nn.Module:
             f"{mesh.device_type}"
         )
 
-    # Check all parameters and buffers before one is changed.
+    # Check all parameters and buffers before any of them is changed.
     for name, value in module.named_parameters():
         if is_spread(value):
             if value.device_mesh != mesh:
@@ -124,7 +130,8 @@ def spread(module: nn.Module, ep: ExpertParallel) -> nn.Module:
                 made[rows] = nn.Parameter(whole, requires_grad=rows.requires_grad)
             owner._parameters[name] = made[rows]
 
-    # Refuse what would be wrong for them. GroupedExperts look for views themselves, at less cost.
+    # From now on, refuse uses of these parameters that would be wrong, such as an optimizer that
+    # mixes up ranks. GroupedExperts look for views of parameters themselves, at less cost.
     _watch_optimizers()
     refuse_scalars_of_a_rank()
     add_hooks(module, views=not isinstance(module, GroupedExperts))
@@ -132,34 +139,35 @@ def spread(module: nn.Module, ep: ExpertParallel) -> nn.Module:
 
 
 def expert_parallels(module: nn.Module) -> list[ExpertParallel]:
-    """The `ExpertParallel`s of a model's modules, in the order of their first modules, the same on
-    all ranks.
+    """The `ExpertParallel`s that the modules of a model have, each once. They are in the order of
+    the modules, which is the same on all ranks.
     """
-    found = {id(ep): ep for each in module.modules() for ep in eps_of(each)}
+    found = {id(ep): ep for owner in module.modules() for ep in eps_of(owner)}
     return list(found.values())
 
 
 def eps_of(module: nn.Module) -> list[ExpertParallel]:
-    """The `ExpertParallel`s that a module has as attributes, or in the `TrainingExchange`s that it
-    has.
+    """The `ExpertParallel`s that a module has as attributes, directly or through a
+    `TrainingExchange`.
     """
-    values = (
-        value.ep if isinstance(value, TrainingExchange) else value
-        for value in vars(module).values()
-    )
-    return [value for value in values if isinstance(value, ExpertParallel)]
+    found = []
+    for value in vars(module).values():
+        ep = value.ep if isinstance(value, TrainingExchange) else value
+        if isinstance(ep, ExpertParallel):
+            found.append(ep)
+    return found
 
 
 def ignore_experts(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
-    """Tell `DistributedDataParallel(module)` that ranks have different experts, which it refuses
-    otherwise.
+    """Tell `DistributedDataParallel(module)` to leave the experts alone. Without this call, DDP
+    refuses a model whose ranks have different experts.
 
-    The gradients of the experts are divided by the number of ranks from now on, as DDP divides the
-    others.
+    From now on the gradients of the experts are divided by the number of ranks, since DDP divides
+    all other gradients by it.
 
     Args:
-        module: exactly what DDP will wrap.
-        process_group: that of DDP, by default the world.
+        module: exactly the module that DDP will wrap.
+        process_group: the process group of DDP; by default all ranks.
 
     Returns:
         The module.
@@ -171,8 +179,9 @@ def ignore_experts(module: nn.Module, process_group: dist.ProcessGroup | None = 
     names = [
         name for name, value in module.named_parameters(remove_duplicate=False) if is_spread(value)
     ]
-    # DDP's reducer asks for paths of modules, which a wrapper such as `checkpoint_wrapper` leaves
-    # out of its names.
+    # DDP itself goes by the names of parameters, but its reducer by the paths of modules. The two
+    # differ in a wrapper such as `checkpoint_wrapper`, which leaves itself out of names. So ignore
+    # both.
     for path, owner in module.named_modules():
         names += [f"{path}.{name}" for name, value in owner._parameters.items() if is_spread(value)]
 
@@ -183,14 +192,15 @@ def ignore_experts(module: nn.Module, process_group: dist.ProcessGroup | None = 
 
 
 def fully_shard(module: nn.Module, **options: Any) -> nn.Module:
-    """Shard all but the experts by torch's `fully_shard`. Experts stay with their ranks.
+    """Shard all parameters but those of the experts by torch's `fully_shard`. Experts stay on their
+    ranks.
 
-    It also shards each layer with a router by itself, so that `mp_policy` does not cast routers:
-    the choice of experts needs their precision. The gradients of the experts are divided by the
-    number of ranks from now on, as FSDP divides the others.
+    Each layer with a router is sharded by itself, so that `mp_policy` does not cast the router: the
+    choice of experts needs its precision. From now on the gradients of the experts are divided by
+    the number of ranks, since FSDP divides all other gradients by it.
 
     Args:
-        module: a block or a model, also one whose blocks were sharded so.
+        module: a block or a model, also a model whose blocks have been sharded by this function.
         options: arguments of torch's `fully_shard`.
 
     Returns:
@@ -203,6 +213,7 @@ def fully_shard(module: nn.Module, **options: Any) -> nn.Module:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
     from torch.distributed.fsdp import fully_shard as shard
 
+    # Leave the experts out, and divide their gradients as FSDP divides the others.
     mesh = options.get("mesh")
     ranks = dist.get_process_group_ranks(None) if mesh is None else _ranks_of(mesh)
     _average(module, ranks)
@@ -210,9 +221,10 @@ def fully_shard(module: nn.Module, **options: Any) -> nn.Module:
     ignored.update(options.get("ignored_params") or ())
     options["ignored_params"] = ignored
 
-    # Layers with a router first, each by itself and uncast: FSDP wants one dtype. Their children,
-    # such as shared experts, are cast as the policy says. The list is made before any of them
-    # changes.
+    # Shard the layers with a router first, each by itself, without a cast. FSDP wants one dtype in
+    # each module that it shards, so the children of such a layer, such as shared experts, are
+    # sharded by themselves, too. They are cast as the policy says. The list is made before the
+    # first layer is changed, since sharding changes modules.
     policy = options.get("mp_policy")
     is_mixed = len({value.dtype for value in module.parameters() if value not in ignored}) > 1
     with_router = [owner for owner in module.modules() if hasattr(owner, "router_weight")]
@@ -235,7 +247,7 @@ def fully_shard(module: nn.Module, **options: Any) -> nn.Module:
             uncast = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
             shard(owner, **options | {"mp_policy": uncast})
 
-    # All the rest.
+    # Shard all the rest.
     shard(module, **options)
     return module
 
@@ -244,11 +256,11 @@ def fully_shard(module: nn.Module, **options: Any) -> nn.Module:
 def clip_grad_norm_(
     module: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Clip the gradients of all parameters of a model as torch's `clip_grad_norm_` does, with one
-    norm on all ranks.
+    """Clip the gradients of all parameters of a model as torch's `clip_grad_norm_` does, with the
+    same norm on all ranks. Collective over the ranks of the experts.
 
-    The gradients must be complete. Each parameter counts once: experts on the ranks that hold them,
-    all others as all ranks have them, sharded or not. Collective over the ranks of the experts.
+    The gradients must be complete. Each parameter counts once in the norm: an expert on the rank
+    that holds it, and any other parameter although all ranks have it, sharded or not.
 
     Args:
         module: a model.
@@ -262,40 +274,44 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: the norm is NaN or Inf, with `error_if_nonfinite`.
     """
-    # Gather this rank's parts by layout: plain ones, those of FSDP's shards, those of experts.
-    alike = dict[Any, list[Tensor]]()
+    # Collect this rank's gradients by their layout. Plain tensors, shards of FSDP and experts have
+    # different layouts, and their norms are computed in different ways.
+    by_layout = dict[Any, list[Tensor]]()
     device = None
     parameter: Any
     for parameter in module.parameters():
         layout = None
         if hasattr(parameter, "device_mesh"):
             layout = parameter.device_mesh, parameter.placements
-        # A layout has an entry also without gradients: the other ranks may have some, and the norm
-        # is collective.
-        gradients = alike.setdefault(layout, [])
+        # Make an entry for the layout even if this rank has no gradients in it. Other ranks may
+        # have some, and the computation of the norm is collective.
+        gradients = by_layout.setdefault(layout, [])
         device = device or parameter.device
         if parameter.grad is not None:
             gradients.append(getattr(parameter.grad, "_local_tensor", parameter.grad))
 
-    # One norm of all, the same on all ranks.
-    norms = [_norm(gradients, norm_type, layout, device) for layout, gradients in alike.items()]
+    # Compute the norm of each layout over all ranks, and from these the norm of all gradients.
+    norms = [_norm(gradients, norm_type, layout, device) for layout, gradients in by_layout.items()]
     total = torch.stack(norms).norm(norm_type) if norms else torch.zeros(())
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the norm of the gradients must be finite, got {total.item()}")
 
-    # Scale as torch does, with its 1e-6, and without a look by the host.
+    # Scale the gradients as torch does, with the same 1e-6. The factor stays on the device, so that
+    # the host need not wait for it.
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for gradients in alike.values():
+    for gradients in by_layout.values():
         for gradient in gradients:
             gradient.mul_(factor.to(gradient.device))
     return total
 
 
 def unspread(ep: ExpertParallel, experts: object, *, frozen: bool = False) -> list[str]:
-    """The parameters of experts that only this rank has, although torch's tools are not told so:
-    those that train, or all with `frozen`.
+    """The names of parameters of experts that are not spread, although ranks have different
+    experts. torch's tools would take these parameters for equal on all ranks.
+
+    Only parameters that require grad count, unless `frozen`: then all do.
     """
-    # Without copies, one rank has all experts.
+    # A single rank has all experts, and needs no DTensors, unless it has copies of experts.
     alone = ep.size == 1 and ep.placement.num_physical_experts == ep.placement.num_experts
     if alone or not isinstance(experts, nn.Module):
         return []
@@ -307,8 +323,8 @@ def unspread(ep: ExpertParallel, experts: object, *, frozen: bool = False) -> li
 
 
 def check_spread(ep: ExpertParallel, experts: object) -> None:
-    """Raise RuntimeError if a call has gradients, but torch's tools do not know that ranks have
-    different experts.
+    """Raise RuntimeError if experts are not spread. Calls with gradients call this: torch's tools
+    must know by then that ranks have different experts.
     """
     plain = unspread(ep, experts, frozen=True)
     if plain:
@@ -323,22 +339,26 @@ def check_spread(ep: ExpertParallel, experts: object) -> None:
 
 
 former_factors: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-"""Factors of adapters that `spread_adapters` has replaced, by their ids."""
+"""Factors of adapters that `spread_adapters` has replaced by DTensors, by their Python ids. An
+optimizer that still has one of them is refused.
+"""
 
 
 @cache
 def _watch_optimizers() -> None:
+    """From now on, check every optimizer of this process before each of its steps."""
     register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Raise RuntimeError or ValueError for optimizers, or state, that would be wrong for experts.
+    """Raise RuntimeError for an optimizer that would be wrong for spread experts, and ValueError
+    for state of other experts. torch calls it before each step of an optimizer.
 
-    Where torch may choose, it takes `foreach` on GPUs, which refuses parameters of several meshes:
-    such a group does without.
+    It also sets `foreach` of some groups to False. On GPUs torch chooses `foreach` by default,
+    which fails if the parameters of a group are DTensors over several meshes.
     """
     values = [value for group in optimizer.param_groups for value in group["params"]]
-    # Factors that a DTensor has replaced would be stepped in vain.
+    # Refuse factors that a DTensor has replaced: a step would change tensors that no model uses.
     if any(former_factors.get(id(value)) is value for value in values):
         raise RuntimeError(
             "the optimizer has factors of before `spread_adapters`: make it afterwards"
@@ -347,21 +367,21 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if not experts:
         return
 
-    # An optimizer, or a subclass of it, that mixes up ranks.
-    for each in type(optimizer).__mro__:
-        why = _UNFIT.get(each.__name__)
+    # Refuse optimizers that mix up ranks, and their subclasses.
+    for base in type(optimizer).__mro__:
+        why = _UNFIT.get(base.__name__)
         if why:
             raise RuntimeError(
                 f"{type(optimizer).__name__} {why}: give experts an optimizer of their own, such "
                 "as AdamW"
             )
 
-    # State of other experts than the parameter's.
+    # Refuse state that belongs to other experts than the parameter.
     for value in experts:
         for name, state in optimizer.state.get(value, {}).items():
             check_same_rank(name, state, value)
 
-    # Groups in which torch would choose `foreach`.
+    # Find groups in which torch would choose `foreach`, and choose otherwise.
     for group in optimizer.param_groups:
         meshes = {getattr(value, "device_mesh", None) for value in group["params"]}
         torch_may_choose = "foreach" in group and group["foreach"] is None
@@ -376,6 +396,7 @@ _UNFIT = {
     ),
     "ZeroRedundancyOptimizer": "gives the experts of all ranks to one of them",
 }
+"""Optimizers of torch that are wrong for spread experts, by class name, with the reason."""
 
 
 def _ranks_of(mesh: DeviceMesh) -> list[int]:
@@ -385,13 +406,16 @@ def _ranks_of(mesh: DeviceMesh) -> list[int]:
 
 
 def _average(module: nn.Module, ranks: list[int]) -> None:
-    """Divide gradients of the experts, from now on, by the number of these global ranks, which
-    average them. Raises ValueError if experts are spread over other ranks.
+    """From now on, divide the gradients of the experts by the number of `ranks`, the global ranks
+    over which DDP or FSDP averages all other gradients.
+
+    Sets `averages_over` of each module with spread experts. Raises ValueError if experts are spread
+    over other ranks, or are not spread.
     """
     from torch.distributed.fsdp import FSDPModule
 
     for owner in module.modules():
-        # No experts here that torch's tools would take for alike on all ranks.
+        # Refuse experts that torch's tools would take for equal on all ranks.
         ep = vars(owner).get("ep")
         experts = getattr(owner, "experts", None)
         if isinstance(ep, ExpertParallel) and unspread(ep, experts, frozen=True):
@@ -400,7 +424,7 @@ def _average(module: nn.Module, ranks: list[int]) -> None:
             )
         _check_own_experts(owner)
 
-        # Spread experts, over exactly the ranks that average.
+        # Experts must be spread over exactly the ranks that average.
         for name, value in owner._parameters.items():
             if not is_spread(value):
                 continue
@@ -414,7 +438,8 @@ def _average(module: nn.Module, ranks: list[int]) -> None:
                     'ExpertParallel a mesh ("replicate", "ep") of all of them, so that replicas of '
                     "experts stay alike"
                 )
-            # FSDP of the module itself has averaged over replicas of the experts already.
+            # If FSDP has sharded the module itself, it averages over replicas of the experts. The
+            # rest of the division is left.
             by_fsdp = mesh.size() // mesh[EP].size() if isinstance(owner, FSDPModule) else 1
             owner.averages_over = len(ranks) // by_fsdp  # type: ignore[assignment]
 
@@ -437,24 +462,28 @@ def _check_own_experts(owner: nn.Module) -> None:
 def _norm(
     gradients: list[Tensor], norm_type: float, layout: Any, device: torch.device | None
 ) -> Tensor:
-    """The norm, fp32, over all ranks of gradients of which this rank has these parts."""
+    """The norm of gradients over all ranks, fp32. `gradients` are this rank's parts of them, and
+    `layout` is the mesh and the placements of these parts, or None for gradients that every rank
+    has as a whole. Collective over the mesh.
+    """
     norm = nn.utils.get_total_norm(gradients, norm_type).to(device, torch.float32)
     if layout is None:
         return norm
     mesh, placements = layout
 
-    # The largest magnitude of all ranks, or the root of the sum of powers.
+    # Reduce over the ranks: the infinite norm is the largest magnitude of all ranks, and any other
+    # norm is the root of the sum of powers.
     is_max = math.isinf(norm_type)
-    kept = norm if is_max else norm**norm_type
+    reduced = norm if is_max else norm**norm_type
     operation = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
     for dim, placement in enumerate(placements):
-        # Replicas have the same parts, which count once.
+        # Replicas have the same parts, which count once, so this dimension is not reduced.
         if placement.is_replicate():
             continue
         group = mesh.get_group(dim)
-        # A group of gloo alone adds in host memory.
-        if kept.device.type not in {device.type for device in group._device_types}:
-            kept = kept.cpu()
-        dist.all_reduce(kept, operation, group=group)
-    kept = kept.to(norm.device)
-    return kept if is_max else kept ** (1 / norm_type)
+        # A group with gloo as its only backend reduces tensors in host memory only.
+        if reduced.device.type not in {device.type for device in group._device_types}:
+            reduced = reduced.cpu()
+        dist.all_reduce(reduced, operation, group=group)
+    reduced = reduced.to(norm.device)
+    return reduced if is_max else reduced ** (1 / norm_type)

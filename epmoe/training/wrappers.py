@@ -1,6 +1,9 @@
-"""Wrappers of torch around own experts that nobody has spread. They take the parameters of all
-ranks for alike: DDP gives all ranks those of rank 0, and `fully_shard` makes one parameter of parts
-of each rank's.
+"""Refuses DDP and FSDP around experts that have not been spread.
+
+`spread` makes DTensors of the experts' parameters, by which torch knows that ranks have different
+experts. A caller may forget this for experts of their own. DDP and FSDP then assume that all ranks
+have the same parameters: DDP copies the experts of rank 0 to all ranks, and `fully_shard` makes one
+parameter out of parts of the experts of all ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ from epmoe.service import ExpertParallel
 
 
 class Wrappers:
-    """Checks torch's wrappers of models in which an exchange is an attribute of a module. Each
-    wrapper is checked once.
+    """Finds wrappers of torch around a model that uses a `TrainingExchange`, and checks them.
+
+    The exchange must be an attribute of a module. The experts are then parameters of this module
+    and of its children. Each wrapper is checked once, since a check walks through all modules.
     """
 
     def __init__(self, exchange: object, ep: ExpertParallel) -> None:
@@ -29,20 +34,22 @@ class Wrappers:
         self._modules_with_state = 0
 
     def check(self) -> None:
-        """Raise RuntimeError if a wrapper of torch takes experts for equal on all ranks: the DDP
-        whose forward pass runs, or `fully_shard` of a model.
+        """Raise RuntimeError if DDP or `fully_shard` assumes that all ranks have the same experts.
+
+        Every forward pass of the exchange calls this, so it must be quick if nothing has changed.
         """
         if self._ep.size == 1:
             return
 
-        # DDP says which wrapper's forward pass runs.
+        # torch tells which DDP wrapper's forward pass is running.
         wrapper = DistributedDataParallel._active_ddp_module
         if wrapper is not None and wrapper not in self._checked:
             self._check_ddp(wrapper)
             self._checked.add(wrapper)
 
-        # FSDP2 says to nobody that a forward pass runs, but torch knows what it has sharded. A
-        # number that has not changed stands for modules that have not, at little cost a call.
+        # torch does not tell whether a forward pass of FSDP is running, but it keeps a table of the
+        # modules that it has sharded. As long as the length of this table stays the same, we take
+        # it that no module has been sharded since the last check: comparing numbers is quick.
         if len(_module_state_mapping) != self._modules_with_state:
             self._check_fsdp()
             self._modules_with_state = len(_module_state_mapping)
@@ -75,8 +82,10 @@ class Wrappers:
             self._checked.add(module)
 
     def _unspread(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-        """Parameters with a row for each expert beside the exchange: their names in the model,
-        their modules, and their names there.
+        """Find the parameters of a model that have a row for each expert of this rank and are not
+        spread, in the modules that have the exchange as an attribute.
+
+        Yields for each parameter its name in the model, its module, and its name in this module.
         """
         for path, owner in model.named_modules():
             if not any(value is self._exchange for value in vars(owner).values()):
@@ -87,8 +96,9 @@ class Wrappers:
                 yield prefix + name, owner.get_submodule(module_path), own_name
 
     def _mixes_ranks(self, sharded: Tensor) -> bool:
-        """Whether a parameter is cut over several ranks of the group. These have different experts,
-        but replicas have the same.
+        """Whether `fully_shard` has cut a parameter over several ranks of `ep`. These ranks have
+        different experts. A parameter that is cut over replicas, which have the same experts, is
+        right.
         """
         if self._ep.group is None:
             return False
@@ -98,8 +108,10 @@ class Wrappers:
 
 
 def _sharded_parameters() -> dict[tuple[nn.Module, str], Tensor]:
-    """The parameters that `fully_shard` has sharded, by modules and names. While a forward pass
-    runs, modules themselves have complete parameters.
+    """The parameters that `fully_shard` has sharded, by their modules and names.
+
+    They are read from the state of FSDP, not from the modules: while a forward pass runs, the
+    modules have complete parameters in place of the sharded ones.
     """
     from torch.distributed.fsdp import FSDPModule
 

@@ -265,7 +265,7 @@ class _Zeros(NamedTuple):
     @classmethod
     def like(cls, tensor: Tensor) -> Self:
         """Describe zeros of the shape of `tensor`, without keeping its memory."""
-        return cls(shape=tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        return cls(tensor.shape, tensor.dtype, tensor.device)
 
     def make(self) -> Tensor:
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)

@@ -228,7 +228,7 @@ class Rounds:
             return None
         parts = constant("kProductParts")
         products = x.new_zeros(len(outputs), parts, dtype=torch.float32)
-        return ProductMemory(outputs=outputs, products=products)
+        return ProductMemory(outputs, products)
 
     def skip(self, shape: RoundShape, tag: int, weight_use: WeightUse) -> None:
         """Take part in a round without tokens, and abort it, so that the other ranks do not wait

@@ -173,24 +173,19 @@ def run(
     if getattr(down, "_spec", None) is None or getattr(gate_up, "_spec", None) is None:
         check_spread(exchange.ep, experts)
 
-    # Run the node. autograd takes its inputs by position.
+    # Run the node. Here and below, records and the node take their fields in order: keywords would
+    # cost each layer more than 1 µs.
     opening = exchange.opening(x_TD, num_rows, num_tokens, aligned=False)
     step = Step(
-        number=exchange.number,
-        router=router,
-        gating=experts.gating,
-        gemm=experts.trained_gemm(x_TD.dtype),
-        averages_over=experts.averages_over,
-        aligned=opening.aligned,
-        num_real=opening.num_real,
+        exchange.number,
+        router,
+        experts.gating,
+        experts.trained_gemm(x_TD.dtype),
+        experts.averages_over,
+        opening.aligned,
+        opening.num_real,
     )
-    call = Forward(
-        step=step,
-        directions=exchange.directions,
-        bias=bias,
-        tag=tag,
-        opening=opening,
-    )
+    call = Forward(step, exchange.directions, bias, tag, opening)
     y, ids, weights_TK, logits, tokens = _Layer.apply(
         call,
         exchange.anchor,
@@ -312,23 +307,17 @@ def _forward(
     ctx.mark_non_differentiable(ids_TK, arrived.tokens_per_expert)
     ctx.set_materialize_grads(False)
     saved = Saved(
-        x_TD=x_TD if needs.router_weight else None,
-        router_weight=inputs.router_weight,
-        logits_TE=logits_TE,
-        ids_TK=ids_TK,
-        weights_TK=weights_TK,
-        num_tokens=num_tokens,
-        offsets=offsets,
+        x_TD if needs.router_weight else None,
+        inputs.router_weight,
+        logits_TE,
+        ids_TK,
+        weights_TK,
+        num_tokens,
+        offsets,
     )
-    kept = Kept(
-        rows=arrived.rows if needs.gate_up else None,
-        gate_up=gate_up,
-        row_weights=arrived.row_weights,
-        w_gate_up=weights.gate_up,
-        w_down=weights.down,
-        gate_up_bias=weights.gate_up_bias,
-        down_bias=weights.down_bias,
-    )
+    # The last four fields of `Kept` are those of `TrainedWeights`.
+    rows = arrived.rows if needs.gate_up else None
+    kept = Kept(rows, gate_up, arrived.row_weights, *weights)
     ctx.save_for_backward(*saved, *kept)
 
     # From now on this graph owes the other ranks a backward round of the same shape.
@@ -377,15 +366,9 @@ def _backward(
                 running.note_opened(directions)
             segments = TrainedSegments(saved.offsets, None, *step.gating)
             # The gradients of rows and of their weights belong to tokens of other ranks, too. So
-            # they are needed even if this rank needs no gradient of its own tokens.
-            wanted = OfEach(
-                rows=True,
-                row_weights=True,
-                gate_up=needs.gate_up,
-                down=needs.down,
-                gate_up_bias=needs.gate_up_bias,
-                down_bias=needs.down_bias,
-            )
+            # they are needed even if this rank needs no gradient of its own tokens. The last four
+            # fields of `Trained` and `OfEach` are those of `TrainedWeights`.
+            wanted = OfEach(True, True, *needs[4:])
             expert_grads = experts_backward(arrived.rows, kept, segments, wanted, step.gemm)
             grad_x, grad_pair_weights = backward.back_with_values(
                 expert_grads["rows"], expert_grads["row_weights"]

@@ -1,4 +1,4 @@
-"""Whether weights that arrive are numbers: NaN and Inf would reach every token."""
+"""Checks weights that arrive for NaN and Inf, which would spread to every token."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ class NotFiniteError(ValueError):
 
 
 def nonfinite_rows(values: Tensor, dtype: torch.dtype) -> list[int]:
-    """Numbers of the rows [n, …] that have a NaN, or an Inf once they are in this dtype.
+    """Find rows that would have a NaN or an Inf once they are in `dtype`. Returns their indices.
 
-    It takes no memory beside them. On a GPU it waits for the stream.
+    `values` is [rows, …]. It makes no copy of `values`, except for dtypes that torch cannot
+    compare. On a GPU it waits for the current stream.
     """
     if not values.numel() or not (values.is_floating_point() or values.is_complex()):
         return []
     if values.is_complex():
         values = torch.view_as_real(values)
-    # fp8, which has no order in torch.
+    # torch has no `aminmax` for fp8.
     if values.dtype not in (*FLOATS, torch.float64):
         values = values.float()
-    ends = torch.stack(torch.aminmax(values.reshape(len(values), -1), dim=1))  # NaN is both
-    return (~ends.to(dtype).isfinite()).any(0).nonzero().flatten().tolist()
+    # The least and the largest value of each row tell it all: if a row has a NaN, both are NaN.
+    rows = values.reshape(len(values), -1)
+    extremes = torch.stack(torch.aminmax(rows, dim=1))
+    is_bad = ~extremes.to(dtype).isfinite()
+    return is_bad.any(0).nonzero().flatten().tolist()

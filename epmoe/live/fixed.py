@@ -1,4 +1,6 @@
-"""Experts that stay on their ranks. A round asks them the same as `LiveExperts`."""
+"""Experts that stay on their ranks, without `placement.live`. `FixedExperts` has the methods and
+attributes of `LiveExperts` that every `ExpertParallel` uses.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from epmoe.live.slots import Table
 
 
 class FixedExperts:
-    """The experts of a rank without `placement.live`. Nothing moves, so nothing is counted.
+    """The experts of a rank that stay where they are. Nothing moves, so all counters are 0.
 
-    `placement` is None, and it holds no experts, before the rank's first group.
+    Before the first group of a rank, `placement` is None, and the rank holds no experts.
     """
 
     can_move: ClassVar[bool] = False
@@ -30,13 +32,16 @@ class FixedExperts:
 
     @property
     def weights(self) -> dict[int, SlotWeights]:
-        """None are kept, nor what they refer to."""
+        """By tag, the functions that return weights of slots. None is needed, so none is kept, and
+        layers stay free to be deleted.
+        """
         return {}
 
     def register(self, tag: int, weights: SlotWeights) -> None:
-        """A layer says where the weights of its slots are."""
+        """Do nothing: `LiveExperts` takes the function of a layer that returns its weights."""
 
     def moving(self) -> NoReturn:
+        """Raise EPStateError: a caller needs experts that move."""
         raise EPStateError("experts stay where they are: `placement.live` is not set")
 
     def step(self) -> None: ...
@@ -46,14 +51,16 @@ class FixedExperts:
     def disown(self, why: str) -> None: ...
 
     def held_by_layer(self) -> Table:
-        """The experts whose weights this rank has: those of all layers."""
+        """The experts whose weights this rank has. One list is enough, as they are the same in all
+        layers.
+        """
         if self._placement is None:
             return []
         return [self._placement.logical_experts(self._rank)]
 
     def kept(self, config: EPConfig, size: int, has_weights: bool) -> tuple[EPConfig, None]:
-        """The configuration of a group of another size in which this rank keeps its experts, and
-        its slots. The other ranks find them by the placement.
+        """What this rank brings into a group of another size: the configuration, and no slots,
+        since the other ranks know the experts of this rank by the placement.
         """
         return config, None
 
@@ -62,16 +69,19 @@ class FixedExperts:
     ) -> tuple[Move, ...]:
         """The experts that this rank has to load after a change of the group.
 
-        It had `held` slots, and the group had the placement `before`; of each rank now the rank
-        then, or None.
+        `before` is the placement of the former group. `ranks_before` has for each rank of the
+        present group its rank in the former one, or None for a new rank. `held` is for
+        `LiveExperts`, whose method has the same arguments.
         """
         assert self._placement is not None, "there is a group"
         return before.moves(self._placement, ranks_before)[self._rank]
 
     def experts(self, tag: int) -> list[int]:
+        """The logical experts of this rank, which are the same in all layers."""
         assert self._placement is not None, "there is a group"
         return self._placement.logical_experts(self._rank)
 
     def holder(self, tag: int, expert: int) -> tuple[int, int]:
+        """The rank of an expert, and its index among the experts of this rank."""
         assert self._placement is not None, "there is a group"
         return self._placement.owner(expert), self._placement.local_index[expert]

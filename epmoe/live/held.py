@@ -1,5 +1,5 @@
-"""Which version of a trainer's weights the layers of a rank have, whichever `WeightReceiver` has
-brought it.
+"""Remembers which version of a trainer's weights the layers of a rank have. It belongs to an
+`ExpertParallel`, and so outlives each `WeightReceiver` that has brought a version.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ class Held(NamedTuple):
 
     version: int
     trainer: str
-    """the group of ranks that has sent it"""
+    """the name of the group of ranks that has sent the version; "" if the host has loaded it"""
 
 
 FIRST = Held(-1, "")
-"""Weights that no receiver has brought."""
-
+"""Stands for weights that no receiver has brought."""
 
 _REMEDY = (
     "make a new WeightReceiver on all ranks, which takes the newest version; or load the same "
@@ -34,21 +33,24 @@ _REMEDY = (
 
 
 class HeldVersions:
-    """The version that each layer of an `ExpertParallel` has. None stands for weights of several
-    versions or of an unknown one.
+    """The version that each layer of an `ExpertParallel` has.
+
+    A `Held` names the version, and `FIRST` stands for weights that no receiver has brought. None
+    stands for weights of several versions mixed, or of an unknown version.
     """
 
     def __init__(self) -> None:
         self._of_layers = WeakKeyDictionary[nn.Module, Held | None]()
-        # Text that says what each rank has, where ranks differ: then no round may begin.
-        self._differ = ""
-        # Layers to which a receiver must bring a version.
+        # If ranks have different weights, a text that says what each rank has. Then no round may
+        # begin. It is "" if they have the same.
+        self._differences = ""
+        # The layers to which a receiver must bring a version before rounds may begin again.
         self._without_version = WeakSet[nn.Module]()
-        # Whether a receiver has brought a version to any layer since the ranks were compared.
+        # Whether a receiver has brought a version to any layer since `compare`.
         self._received = False
 
     def of(self, layers: Iterable[nn.Module]) -> Held | None:
-        """The version of these layers, if all have the same."""
+        """The version of these layers if all have the same; otherwise None."""
         found = {self._of_layers.get(layer, FIRST) for layer in layers}
         return found.pop() if len(found) == 1 else None
 
@@ -58,69 +60,93 @@ class HeldVersions:
             self._of_layers[layer] = held
 
     def doubt(self) -> None:
-        """Record that weights of an unknown version are loaded into experts."""
+        """Record that weights of an unknown version are loaded into experts, such as lost experts
+        from a checkpoint. Layers that no receiver has served stay as they are.
+        """
         for layer, held in list(self._of_layers.items()):
             if held != FIRST:
                 self._of_layers[layer] = None
 
     def said(self) -> list[Held | None]:
-        """The versions of this rank's layers, in the order in which receivers have brought them.
-        A rank tells them to the others when it joins a group.
+        """The versions of this rank's layers, which a rank tells the other ranks when it joins a
+        group.
+
+        They are in the order in which receivers have brought them, the same on all ranks. Layers
+        that follow one another with the same version count once.
         """
         return [held for held, _ in groupby(self._of_layers.values())] or [FIRST]
 
     def compare(self, of_ranks: Sequence[Sequence[Any]], whole: bool) -> None:
-        """Compare what all ranks of a new group have `said`. Where it is not one version, no round
-        may begin until a receiver has brought one.
+        """Compare the versions that the ranks of a new group have. If they differ, no round may
+        begin until a receiver has brought one version to all ranks.
 
-        `whole`: each rank has the weights of all experts that it is to hold. Otherwise some weights
-        come from elsewhere.
+        `of_ranks` has what `said` returned on each rank. `whole` says whether each rank has the
+        weights of all experts that it is to hold. If not, some weights come from elsewhere, and
+        their version is unknown.
         """
-        said = [[None if held is None else Held(*held) for held in each] for each in of_ranks]
-        first = said[0]
-        same = None not in first and all(each == first for each in said)
-        differ = ""
-        if not same:
-            differ = differences([each[0] if len(each) == 1 else None for each in said])
+        # The lists have come as JSON, in which a `Held` is a list of its fields.
+        by_rank: list[list[Held | None]] = []
+        for versions in of_ranks:
+            by_rank.append([None if held is None else Held(*held) for held in versions])
+        first = by_rank[0]
+        are_equal = None not in first and all(versions == first for versions in by_rank)
+        differences_text = ""
+        if not are_equal:
+            # A rank whose layers have several versions has no single one.
+            single_versions = []
+            for versions in by_rank:
+                single_versions.append(versions[0] if len(versions) == 1 else None)
+            differences_text = differences(single_versions)
         elif not whole and first != [FIRST]:
-            differ = "some of them have come from elsewhere"
+            differences_text = "some of them have come from elsewhere"
         self._without_version = WeakSet(self._of_layers)
         self._received = False
-        self._differ = differ
+        self._differences = differences_text
 
     def mark_received(self, layers: Iterable[nn.Module]) -> None:
-        """Record that a receiver of all ranks has brought these layers one version."""
+        """Record that these layers have the same version on all ranks, which a receiver has just
+        brought or compared.
+        """
         self._without_version.difference_update(layers)
         self._received = True
 
     @property
     def rounds_may_begin(self) -> bool:
-        """Whether rounds may begin."""
-        if self._differ and self._received:
+        """Whether rounds may begin: ranks had the same weights when the group formed, or receivers
+        have brought a version to all layers since then.
+        """
+        if self._differences and self._received:
             if self._without_version:
-                # Layers of a model that nobody has any more do not count.
+                # Layers of a deleted model do not count. Without this call they could still be in
+                # the WeakSet.
                 gc.collect()
             if not self._without_version:
-                self._differ = ""
-        return not self._differ
+                self._differences = ""
+        return not self._differences
 
     def check(self) -> None:
-        """Raise EPStateError, which says what to do, where no round may begin."""
+        """Raise EPStateError if no round may begin. The error says what to do."""
         if not self.rounds_may_begin:
-            what = f"the group has changed, and ranks have different weights, {self._differ}"
+            what = f"the group has changed, and ranks have different weights, {self._differences}"
             raise EPStateError(f"{what}: {_REMEDY}")
 
 
 def differences(of_ranks: Sequence[Held | None]) -> str:
-    """Text that says which version each rank has; "" if all have the same one completely."""
+    """Say which version each rank has, for an error. `of_ranks` has the version of each rank.
+
+    Returns "" if all ranks have the same version, and none of them is None.
+    """
     if len(set(of_ranks)) == 1 and of_ranks[0] is not None:
         return ""
     return ", ".join(f"rank {rank} has {_named(held)}" for rank, held in enumerate(of_ranks))
 
 
 def _named(held: Held | None) -> str:
+    """Words for what a rank has."""
     if held is None:
         return "weights of several or unknown versions"
     if held == FIRST:
         return "the weights that it began with"
-    return f"version {held.version}" + (f" of trainer {held.trainer}" if held.trainer else "")
+    if not held.trainer:
+        return f"version {held.version}"
+    return f"version {held.version} of trainer {held.trainer}"

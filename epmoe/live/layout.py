@@ -1,5 +1,5 @@
-"""What experts that move keep in the window of each rank: words, loads, the plan of rank 0, and a
-staging.
+"""The buffers that experts that move need in the window of each rank: words, loads, the plan of
+rank 0, and a staging area for weights.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ EMPTY = -1
 
 
 class Word(IntEnum):
-    """The words that each rank writes to each other rank, by their places in `moves.words`.
+    """The words that each rank writes to all ranks. The number is a word's place in the writer's
+    row of `moves.words`.
 
-    docs/protocol.md says what the first six mean, which belong to `Moves`. The last three belong to
+    The first six belong to `Moves`; docs/protocol.md says what they mean. The last three belong to
     `Balancer`.
     """
 
@@ -28,13 +29,18 @@ class Word(IntEnum):
     COPIED = 3
     PUSHED = 4
     CANCELLED = 5
-    COUNTED = 6  # the tick at which the writer has sent its loads
-    PLANNED = 7  # the call of `replace` that carries out the plan of rank 0
-    LAST_PLAN = 8  # `finish << 32 | call`: the last plan before a call of `finish`
+    # The tick at which the writer has sent its last loads.
+    COUNTED = 6
+    # The number of the call of `replace` that carries out the last plan of rank 0.
+    PLANNED = 7
+    # `number << 32 | call`: the number of a call of `Balancer.finish`, and the call of `replace`
+    # that carries out the last plan before it.
+    LAST_PLAN = 8
 
 
 @reserve
 def _parts(config: EPConfig) -> Parts:
+    """The shape and dtype of each of these buffers; none without `placement.live`."""
     section = config.placement
     R = config.topology.ep_size
     E = config.model.num_experts

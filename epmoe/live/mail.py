@@ -1,8 +1,8 @@
-"""Words and bytes that a rank puts into the windows of others between rounds: no collective, and no
-multiprocessor.
+"""Words and bytes that a rank puts into the windows of other ranks between rounds. It needs no
+collective, and on GPUs no multiprocessor, since copy engines do the work.
 
-A word is an int64 that one rank writes and another reads. What was put before a word is there when
-the word is.
+A word is an int64 that one rank writes and another rank reads. Once a reader sees a word, it also
+sees all bytes that the writer has put before this word.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ _WORDS = "moves.words"
 
 
 class Mail:
-    """What one rank sends and reads beside the rounds, in the order of the calls.
+    """Sends and reads words and bytes for one rank, while rounds go on. Calls take effect in their
+    order.
 
-    After `close`, and in a forked child, what sends raises EPStateError.
+    After `close`, and in a forked child, methods that send raise EPStateError.
     """
 
     def __init__(self, exchange: NodeExchange) -> None:
@@ -31,70 +32,77 @@ class Mail:
         self._seats = exchange.seats
         self.rank = exchange.rank
         self.size = len(exchange.global_ranks)
+        # The words that other ranks have written to this rank, [R][words], one row for each writer.
         board = exchange.views[_WORDS]
-        self._row = self._plan[_WORDS].offset + 8 * exchange.seat * board.shape[1]
+        # The offset of this rank's row in every window. A word has 8 bytes.
+        self._row_offset = self._plan[_WORDS].offset + 8 * exchange.seat * board.shape[1]
         self._lane = exchange.processor.lane(board)
 
     @property
     def window(self) -> Window:
+        """The windows of all ranks. Raises EPStateError after `close`."""
         if self._window is None:
             raise EPStateError(self._why_closed)
         return self._window
 
     def close(self, why: str = "this ExpertParallel is closed") -> None:
+        """Let later calls that send raise EPStateError, which says `why`."""
         self._window = None
         self._why_closed = why
 
     def after_rounds(self) -> None:
-        """Let what follows happen after all rounds so far."""
+        """Let later calls take effect only after all rounds that have been launched so far."""
         self._lane.follow(self._exchange.streams())
 
     def put(self, rank: int, name: str, source: Tensor, begin: int = 0) -> None:
-        """Copy a contiguous tensor into a buffer of a rank's window, `begin` bytes from the start
-        of the buffer.
+        """Copy a contiguous tensor into the buffer `name` of a rank's window, `begin` bytes behind
+        the start of the buffer.
 
-        `source` must not change before it has arrived.
+        `source` must not change before the copy has ended.
         """
-        # In a forked child it raises, and nothing of a GPU is touched.
+        # Ask for the window first: in a forked child this raises before it touches the GPU.
         window = self.window
         with self._lane.running():
             window.put(self._seats.of_ranks[rank], self._plan[name].offset + begin, source)
 
     def share(self, name: str, source: Tensor, begin: int = 0) -> None:
+        """Copy a tensor of the host into the buffer `name` of all ranks' windows, as `put` does."""
         source = self._lane.readable(source.contiguous()).view(-1)
         for rank in range(self.size):
             self.put(rank, name, source, begin)
 
     def post(self, number: int, value: int, ranks: Iterable[int]) -> None:
-        """Write this rank's word of a number into the windows of ranks."""
+        """Write a value as word `number` of this rank into the windows of `ranks`."""
         window = self.window
         seats = [self._seats.of_ranks[rank] for rank in ranks]
         with self._lane.running():
-            window.post(seats, self._row + 8 * number, value)
+            window.post(seats, self._row_offset + 8 * number, value)
 
     def words(self) -> list[list[int]] | None:
-        """[R][number of words], by writer: what has arrived. None while a GPU still reads them."""
+        """The words that have arrived from each rank, by rank and number of the word. None while
+        a GPU still reads them.
+        """
         words = self._lane.words()
         if words is None:
             return None
         return self._seats.by_rank(words.tolist())
 
     def fetch(self, source: Tensor) -> Tensor:
-        """A copy on the host of what `source` holds. It waits for no round, and not for the calls
-        before it.
+        """Copy a tensor of this rank's window to the host. It waits neither for rounds nor for
+        earlier calls of this object.
         """
         return self._exchange.processor.peek(source).read()[0]
 
     def flush(self) -> None:
-        """Wait until what this rank has put and posted is there."""
+        """Wait until all that this rank has put and posted has arrived."""
         self._lane.flush()
 
     def copy(self, to: Tensor, source: Tensor) -> None:
-        """Copy a tensor beside the rounds, behind what was put before."""
+        """Copy a tensor on this rank's device while rounds go on, after all earlier calls."""
         self._lane.copy(to, source)
 
     def upload(self, source: Tensor) -> Tensor:
-        """A tensor of the host on the device of the rounds, which it has reached. Any thread may
-        call it.
+        """Copy a tensor of the host to the device of the rounds, and wait for this copy. Any thread
+        may call it.
         """
         return self._lane.upload(source)

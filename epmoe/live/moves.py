@@ -1,27 +1,31 @@
 """Moves of experts between slots while rounds run: make before break, without a collective.
 
-A version of the tables says which slots are in use; wave w lies between versions w − 1 and w. Each
-rank goes its way:
+"Make before break": an expert has its weights in the new slot before the old slot is given up.
 
-    switch   to version w − 1, in which no token goes to the slots of wave w, and say so: VERSION
-    push     weights from slots that stay in use to the staging of the other rank,
-             one part after another: PUSHED
-    copy     a part from the own staging into the slot,
-             once all ranks have said VERSION ≥ w − 1: COPIED
-    ready    once all own slots of the wave have their weights: READY.
-             When all ranks are, switch to version w
+Experts move in waves (waves.py). Each version of the tables says which slots are in use. Wave w
+leads from version w − 1 to version w. Ranks tell one another by words how far they are, and each
+rank takes these steps for wave w as soon as the words allow it:
 
-Why no slot is overwritten in use: a rank says VERSION behind its last round with the old tables.
-Its combine of that round has waited for the sums of every rank that it sent tokens to, so their
-experts have read their weights.
+    switch   to version w − 1, in which no token goes to the slots that wave w overwrites, and
+             then write VERSION = w − 1
+    push     weights to the staging of the rank that gets the expert, part by part, from a slot
+             that stays in use, and then write PUSHED
+    copy     a part from this rank's staging into the slot, once all ranks have written
+             VERSION ≥ w − 1, and then write COPIED
+    ready    once all slots of this rank that the wave fills have their weights: write READY = w.
+             Once all ranks have written READY ≥ w, switch to version w
 
-Words are `number << 32 | value`, where `number` counts the calls of `replace`. So old words mean
-nothing.
+Why no slot is overwritten while somebody uses it: a rank writes VERSION after its last round with
+the old tables. The combine of that round has waited for the sums of every rank that got tokens. So
+the experts on these ranks have read their weights by then.
 
-A signal handler may raise between any two lines. So a step changes the state of this rank first, in
-one assignment for each event, and then posts the words that lag behind the state. What an exception
-kept from its place, the next step posts, or does again. What follows from the state is computed
-from it, and kept nowhere.
+A word is `number << 32 | value`, where `number` counts the calls of `replace`. So the words of
+earlier calls can be told from those of the present call.
+
+A signal handler may raise between any two lines. So a step first changes the state of this rank, in
+one assignment for each event. After that it posts each word that is behind the state. If an
+exception comes in between, the next step posts the word, or repeats the copy. Whatever follows from
+the state is computed each time, and is kept nowhere.
 """
 
 from __future__ import annotations
@@ -43,72 +47,77 @@ from epmoe.live.mail import Mail
 from epmoe.live.waves import SlotMove, Wave
 
 SlotWeights = Callable[[int, int], Sequence[Tensor]]
-"""(tag, index of a local slot) → its tensors without gaps, in which weights are read and written in
-place
+"""A function of a tag and the index of a local slot. It returns the tensors of the slot, which have
+no gaps in memory. Moves read and write weights in these tensors.
 """
 
-# Calls of `replace`, whose numbers are the upper halves of words, which are signed.
+# The most calls of `replace`: their numbers are the upper halves of signed words of 64 bits.
 MOST_CALLS = (1 << 31) - 1
-# A value of PLAN: this rank takes no part in the call.
+# A value of PLAN: `replace` has raised on this rank, so no expert moves.
 REFUSED = 0
-# A value of CANCELLED: nobody begins the first wave.
+# A value of CANCELLED: no rank may begin the first wave.
 _DROPPED = 0
-# A value of READY: this rank uses the last version, and will use no other.
+# A value of READY: this rank uses the last version of the tables, and the moves have ended here.
 _FINISHED = (1 << 32) - 1
-# `_value` returns it for a rank that has left this call behind it: more than any value.
+# `_value` returns this for a word of a later call of `replace`. It is more than any value.
 _NEWER = 1 << 32
-# `_value` returns it for a word that is not written yet: less than any value.
-_UNSAID = -1
+# `_value` returns this for a word that is not written yet. It is less than any value.
+_UNWRITTEN = -1
 
 Sizes = dict[int, list[tuple[tuple[int, ...], torch.dtype]]]
-"""by layer, the shape and dtype of each tensor of a slot"""
+"""By layer, the shape and dtype of each tensor of a slot."""
 
 
 class _Part(NamedTuple):
-    """Bytes of a move that fit into the staging."""
+    """A part of an expert's weights that fits into the staging."""
 
     wave: int
     move: SlotMove
     begin: int
+    """the first byte of the part, in all tensors of the slot one after another"""
     end: int
+    """the byte after the last one"""
     is_last: bool
+    """whether the move ends with this part"""
 
 
 @dataclass(eq=False, repr=False)
 class Moves:
-    """The moves of one call of `replace`, on this rank. `step` does what can be done, and `tell`
-    posts words.
+    """The moves of one call of `replace`, as this rank carries them out. `LiveExperts` calls `step`
+    between rounds, which takes the moves as far as it can without waiting.
 
-    Raises ValueError if `weights` returns tensors that do not fit.
+    The constructor raises ValueError if `weights` returns tensors that do not fit.
 
     Attributes:
-        version: of the tables that this rank uses; −1 before the first.
-        last: the version at which the moves end, as far as this rank knows: `cancel` of any rank
-            lowers it.
-        count: moves on all ranks, detours included.
-        total_bytes: that come to this rank.
-        refused_by: ranks that took no part in the call, or were given other arguments; then nothing
-            has moved.
-        stalls: how often nothing has happened for the deadline of a round.
+        version: the version of the tables that this rank uses; −1 before the first.
+        last: the version at which the moves end, as far as this rank knows. A call of `cancel` on
+            any rank makes it smaller.
+        count: the number of moves on all ranks, detours included.
+        total_bytes: the bytes of weights that come to this rank.
+        refused_by: the ranks on which `replace` has raised, or which were given other arguments. If
+            there is one, nothing has moved.
+        stalls: how often nothing has happened for as long as the deadline of a round.
     """
 
     mail: Mail
     number: int
-    """of the call, from 1 and the same on all ranks"""
+    """the number of the call of `replace`, which counts from 1 and is the same on all ranks"""
     slots_per_rank: int
     waves: list[Wave]
     """what `plan_waves` returns, the same on all ranks"""
     weights: SlotWeights
-    """of slots; tensors of slots of one layer have the same sizes"""
+    """the tensors of slots, which have the same sizes in all slots of a layer"""
     staging: Tensor
     """uint8, in the window of this rank"""
     deadlines: Deadlines
     """`wait_s`: how long a move may take before it counts as stalled"""
     switch: Callable[[int], bool]
-    """takes a version, and puts its tables into use: False if it cannot yet"""
+    """takes a version, puts its tables into use, and returns True. It returns False if the tables
+    are not made yet, or a round is open.
+    """
     holds: Callable[[int, int, int], None]
-    """takes a layer, a local slot, and the expert that it holds from now on; −1 before it is
-    overwritten
+    """takes a layer, a local slot, and the expert whose weights the slot has from now on. The
+    expert is −1 just before the slot is overwritten.
     """
 
     def __post_init__(self) -> None:
@@ -120,42 +129,50 @@ class Moves:
         self._ranks = range(self.mail.size)
         self._S = self.slots_per_rank
         self._done = False
+        # Whether `cancel` was called on this rank; the next step then sets `_cancelled_at`.
         self._cancels = False
-        # The version at which this rank lets the moves end.
+        # The version at which this rank wants the moves to end.
         self._cancelled_at: int | None = None
-        # Parts in their slots, of those that come to this rank.
+        # How many parts this rank has copied into their slots.
         self._copied = 0
-        # The number behind the last part that each rank got from here.
+        # By rank: how many of the parts that come to it were sent once this rank had sent its last
+        # one. Several ranks may send parts to the same rank.
         self._pushed = [0] * self.mail.size
-        # The value that was posted, by word and reader; None: to all.
-        self._told = dict[tuple[Word, int | None], int]()
+        # The value that was posted last, by word and reader. The reader None stands for all ranks.
+        self._posted = dict[tuple[Word, int | None], int]()
         # The words of each rank as this rank has read them last.
         self._words = list[list[int]]()
-        # The parts that come to each rank.
+        # The parts that come to each rank, and those that come to this one.
         sizes = self._sizes()
         self._parts = self._parts_by_rank(sizes)
-        self._mine = self._parts[self._rank]
+        self._own_parts = self._parts[self._rank]
         self.count = sum(len(wave.moves) for wave in self.waves)
-        self.total_bytes = _bytes_of(self._mine)
-        # Equal on ranks that were given the same.
+        self.total_bytes = _bytes_of(self._own_parts)
+        # Ranks compare it by PLAN: it is equal on ranks that were given the same arguments.
         self._checksum = self._checksum_of(sizes)
-        # When something has happened last, and what.
-        self._progress = time.monotonic()
-        self._seen = self._state()
+        # When something has happened last, and the state since then, to count stalls.
+        self._last_progress_s = time.monotonic()
+        self._last_state = self._state()
 
     def _parts_by_rank(self, sizes: Sizes) -> list[list[_Part]]:
-        """The parts that come to each rank, in the order of waves. Each fits into the staging."""
+        """The parts that come to each rank, in the order in which they are sent.
+
+        All ranks compute the same lists, so the number of a part is enough to name it in a word.
+        """
         parts: list[list[_Part]] = [[] for _ in self._ranks]
-        for wave, (moves, _) in enumerate(self.waves, 1):
-            for move in moves:
+        for number, wave in enumerate(self.waves, 1):
+            for move in wave.moves:
                 tensors = sizes[move.layer]
                 nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors)
                 receiver = move.slot // self._S
-                parts[receiver] += _parts(wave, move, nbytes, len(self.staging))
+                parts[receiver] += _parts(number, move, nbytes, len(self.staging))
         return parts
 
     def _checksum_of(self, sizes: Sizes) -> int:
-        """A checksum of moves, tables and sizes. It is above `REFUSED`."""
+        """A checksum of the moves, the tables and the sizes of tensors.
+
+        It is never `REFUSED`, which has another meaning in the same word.
+        """
         moves = [wave.moves for wave in self.waves]
         checksum = crc32(repr((sizes, moves)).encode())
         for wave in self.waves:
@@ -164,38 +181,40 @@ class Moves:
 
     @property
     def copied_bytes(self) -> int:
-        return _bytes_of(self._mine[: self._copied])
+        """The bytes of weights that have come to slots of this rank so far."""
+        return _bytes_of(self._own_parts[: self._copied])
 
     @property
     def copied_experts(self) -> int:
-        return sum(part.is_last for part in self._mine[: self._copied])
+        """The experts that have come to slots of this rank so far, with all their weights."""
+        return sum(part.is_last for part in self._own_parts[: self._copied])
 
     @property
     def cancelled(self) -> bool:
-        """Whether they end, or have ended, before the last wave that was asked for."""
+        """Whether the moves end, or have ended, before the last wave that was asked for."""
         return self.last < len(self.waves)
 
     @property
     def done(self) -> bool:
-        """Whether the moves have ended, or all ranks use the tables of the last version, as far as
-        this rank knows.
+        """Whether this rank has nothing more to do for these moves: all ranks use the last version
+        of the tables, as far as this rank knows, or the moves were ended before that.
         """
         return self._done
 
     def cancel(self) -> None:
-        """End soon: no rank begins another wave than the next two, and all end with the same
-        tables. Waits for no rank.
+        """Let the moves end soon. It waits for no rank.
 
-        Before this rank has begun, nothing moves at all, and no rank waits for ranks that have not
-        called `replace`.
+        No rank begins a wave after the next two, and all ranks end with the same tables. If this
+        rank has not begun yet, nothing moves at all, and no rank waits any more for ranks that have
+        not called `replace`.
 
-        Any thread may call it at any time, also a signal handler. The next `poll` tells the other
-        ranks, which see it when they have gone one version further.
+        Any thread may call it at any time, and a signal handler, too. The next `poll` tells the
+        other ranks. They learn of it before they go more than one version further.
         """
         self._cancels = True
 
     def end(self) -> None:
-        """End at once: nothing is read or written any more."""
+        """End the moves on this rank at once: it reads and writes nothing any more."""
         if not self._done:
             self.last = self.version
             self._done = True
@@ -211,11 +230,12 @@ class Moves:
             return self._late(Word.PLAN, REFUSED)
         if self._ready >= wanted:
             return self._late(Word.READY, wanted)
-        # Own slots are not ready: others use them, or their weights have not come.
+        # Slots of this rank still lack weights. Either some ranks may still send tokens to these
+        # slots, or the next part has not come.
         users = self._late(Word.VERSION, self.version)
         if users:
             return users
-        return [self._source_of(self._mine[self._copied])]
+        return [self._source_of(self._own_parts[self._copied])]
 
     def step(self) -> None:
         """Do what can be done at once, without waiting for a rank or a kernel.
@@ -225,7 +245,8 @@ class Moves:
         """
         if self._done:
             return
-        # Cancel once: a second word could be the first that a slow rank sees.
+        # After `cancel`: name the version at which the moves end. It never changes afterwards,
+        # since a slow rank might see only the second of two words.
         if self._cancels and self._cancelled_at is None:
             self._cancelled_at = _DROPPED if self.version < 0 else self.version + 2
         self.tell()
@@ -237,15 +258,15 @@ class Moves:
             self._count_stalls()
 
     def _follow_words(self) -> None:
-        """Do what the words of all ranks allow."""
-        # End where a rank has cancelled, or at once if nothing has begun.
+        """Do what the words of all ranks allow, which `step` has just read."""
+        # If a rank has cancelled, end at its version, or at once if nothing has begun.
         cancelled = self._cancelled_versions()
         if _DROPPED in cancelled:
             self.end()
             return
         self._check_plan()
         self.last = min([self.last, *cancelled])
-        # Use the next version, fill own slots, and send to others.
+        # Use the next version, fill slots of this rank, and send weights to other ranks.
         self._use_next_version()
         self._copy()
         self._push()
@@ -254,35 +275,39 @@ class Moves:
             self._done = True
 
     def _cancelled_versions(self) -> list[int]:
-        """The versions at which ranks let the moves end, as far as this one knows."""
+        """The versions at which ranks that have called `cancel` want the moves to end, as far as
+        this rank knows.
+        """
         versions = []
         if self._cancelled_at is not None:
             versions.append(self._cancelled_at)
         for rank in self._ranks:
             value = self._value(rank, Word.CANCELLED)
-            if _UNSAID < value < _NEWER:
+            is_written = _UNWRITTEN < value < _NEWER
+            if is_written:
                 versions.append(value)
         return versions
 
     def _count_stalls(self) -> None:
-        """Count each deadline that passes while nothing happens."""
+        """Count a stall each time that nothing has happened for the deadline of a round."""
         now = time.monotonic()
         state = self._state()
-        if state != self._seen:
-            self._seen = state
-            self._progress = now
-        elif now - self._progress > self.deadlines.wait_s():
+        if state != self._last_state:
+            self._last_state = state
+            self._last_progress_s = now
+        elif now - self._last_progress_s > self.deadlines.wait_s():
             self.stalls += 1
-            self._progress = now
+            self._last_progress_s = now
 
     def tell(self) -> None:
-        """Post the words that lag behind the state."""
+        """Post each word whose value is behind the state of this rank."""
         self._post(Word.PLAN, self._checksum)
-        # CANCELLED goes before the VERSION at which the moves end.
+        # CANCELLED goes before VERSION: whoever sees the version at which the moves end must know
+        # that they end there.
         if self._cancelled_at is not None:
             self._post(Word.CANCELLED, self._cancelled_at)
-        # A version is said behind the rounds that use the one before.
-        if self._told.get((Word.VERSION, None), -1) < self.version:
+        # VERSION is posted after all rounds with the tables of the version before.
+        if self._posted.get((Word.VERSION, None), -1) < self.version:
             self.mail.after_rounds()
             self._post(Word.VERSION, self.version)
         for to, pushed in enumerate(self._pushed):
@@ -296,27 +321,34 @@ class Moves:
 
     @property
     def _ready(self) -> int:
-        """The last wave whose weights are all in the slots of this rank. It is at most the wave
-        behind the version in use.
+        """The last wave whose weights are all in slots of this rank.
+
+        It is at most the wave that follows the version in use, also if nothing of later waves comes
+        to this rank.
         """
         last_complete = self.last
-        if self._copied < len(self._mine):
-            last_complete = self._mine[self._copied].wave - 1
+        if self._copied < len(self._own_parts):
+            last_complete = self._own_parts[self._copied].wave - 1
         return min(self.version + 1, self.last, last_complete)
 
     def _check_plan(self) -> None:
-        """Raise EPRefusedError if ranks have refused the call, or were given other arguments.
+        """Raise EPRefusedError if ranks have refused the call of `replace`, or were given other
+        arguments. These moves then end on this rank.
 
-        A rank may have gone on to a newer call before this rank has said that it is done. Then it
-        has ended this one as cancelled, refused or different, and nobody has begun the first wave.
+        The PLAN of a rank may also be that of a newer call. A rank calls `replace` again before
+        this rank has finished only if the moves have ended there as cancelled, refused or
+        different. In each of these cases no rank has begun the first wave.
         """
+        # At the last version this rank has finished, and other ranks may call `replace` again.
         if self.version == self.last:
             return
         plans = {rank: self._value(rank, Word.PLAN) for rank in self._ranks}
-        others = [rank for rank, plan in plans.items() if plan not in (_UNSAID, self._checksum)]
+        agreeing = (_UNWRITTEN, self._checksum)
+        others = [rank for rank, plan in plans.items() if plan not in agreeing]
         if others:
             self.refused_by = others
             self.end()
+            # If all of them have raised in `replace`, the error says so.
             have_raised = all(plans[rank] == REFUSED for rank in others)
             raise EPRefusedError(others, have_raised)
 
@@ -325,7 +357,8 @@ class Moves:
         version = self.version + 1
         if version > self.last:
             return
-        # Version 0 needs the calls of all ranks, a later one the weights of its wave.
+        # Version 0 needs all ranks to have called `replace`. A later version needs all weights of
+        # its wave to be in their slots.
         if version == 0:
             late = self._late(Word.PLAN, REFUSED)
         else:
@@ -334,36 +367,46 @@ class Moves:
             self.version = version
 
     def _copy(self) -> None:
-        """Copy the next part from the staging of this rank into its slot."""
-        if self._copied == len(self._mine):
+        """Copy the next part from the staging of this rank into its slot, if that may happen now.
+
+        Two things must be so. The part has arrived. And no rank sends tokens to the slot any more.
+        """
+        if self._copied == len(self._own_parts):
             return
-        part = self._mine[self._copied]
+        part = self._own_parts[self._copied]
         if part.wave > self.last:
             return
-        # It has come, and nobody sends tokens to the slot.
-        is_here = self._value(self._source_of(part), Word.PUSHED) > self._copied
-        if not is_here or self._late(Word.VERSION, part.wave - 1):
+        has_arrived = self._value(self._source_of(part), Word.PUSHED) > self._copied
+        if not has_arrived or self._late(Word.VERSION, part.wave - 1):
             return
-        layer, expert, slot, _ = part.move
-        local = slot % self._S
+        # From the first part on, the slot has no whole expert.
+        layer = part.move.layer
+        local = part.move.slot % self._S
         if part.begin == 0:
             self.holds(layer, local, EMPTY)
+        # Copy the part, which may cover several tensors of the slot.
         begin = 0
         for piece in self._pieces(layer, local, part):
             self.mail.copy(piece, self.staging[begin : begin + len(piece)])
             begin += len(piece)
+        # With the last part the slot has the expert. The count comes last: after an exception
+        # before it, the next step copies the part again.
         if part.is_last:
-            self.holds(layer, local, expert)
+            self.holds(layer, local, part.move.expert)
         self._copied += 1
 
     def _push(self) -> None:
-        """Send each rank the part that its staging is free for, if it comes from here."""
-        # The wave behind the version in use: its slots of this rank stay in use.
+        """Send each rank its next part, if its staging is free and the part comes from this rank.
+
+        The staging of a rank has room for one part, so a rank must have copied the part before.
+        """
+        # Weights of later waves may not be in the slots of this rank yet.
         newest_wave = min(self.version + 1, self.last)
         for to, parts in enumerate(self._parts):
-            # The next part is due once the rank has copied the one before.
+            # The rank has copied this many parts, so the part of this number is the next one.
             number = max(self._value(to, Word.COPIED), 0)
-            if number >= len(parts) or number < self._pushed[to]:
+            was_sent = number < self._pushed[to]
+            if number >= len(parts) or was_sent:
                 continue
             part = parts[number]
             if self._source_of(part) != self._rank or part.wave > newest_wave:
@@ -379,14 +422,18 @@ class Moves:
         return part.move.source // self._S
 
     def _state(self) -> tuple[object, ...]:
-        """Values of which one changes whenever something happens. Words from COUNTED on are the
-        balancer's.
+        """All that this rank knows of the moves. It changes whenever something happens, so two
+        states that are equal mean that nothing has happened in between.
         """
+        # Words from COUNTED on belong to the balancer.
         words = [row[: Word.COUNTED] for row in self._words]
         return self.version, self._copied, *self._pushed, words
 
     def _pieces(self, layer: int, local: int, part: _Part) -> Iterator[Tensor]:
-        """The bytes of a slot's tensors that a part covers, tensor by tensor."""
+        """The bytes of a slot that a part covers, as uint8 views, one for each tensor that it
+        touches.
+        """
+        # `offset` is the place of a tensor's first byte in all tensors of the slot.
         offset = 0
         for tensor in self._tensors(layer, local):
             flat = tensor.view(-1).view(torch.uint8)
@@ -397,25 +444,35 @@ class Moves:
             offset += len(flat)
 
     def _tensors(self, layer: int, local: int) -> list[Tensor]:
-        """The weights of a slot, with their dimensions in the order of memory."""
+        """The weights of a slot, as views whose dimensions are in the order of memory. So a
+        transposed tensor without gaps counts as contiguous, too.
+        """
+        # Tags of layers begin at 1.
         tensors = [tensor.detach() for tensor in self.weights(layer + 1, local)]
         return [_in_order_of_memory(tensor) for tensor in tensors]
 
     def _sizes(self) -> Sizes:
-        """The shapes, in the order of memory, and dtypes of a slot's tensors, for each layer whose
-        experts move. Raises ValueError if slots of a layer differ.
+        """The shapes and dtypes of a slot's tensors, for each layer whose experts move. Dimensions
+        are in the order of memory.
+
+        Raises ValueError if tensors have gaps, are on another device, or differ between slots of a
+        layer.
         """
-        # Slots of this rank that give or take an expert.
+        # Check the slots of this rank that give or take an expert.
         slots = set[tuple[int, int]]()
         for wave in self.waves:
             for move in wave.moves:
                 slots |= {(move.layer, move.slot), (move.layer, move.source)}
-        mine = {(layer, slot % self._S) for layer, slot in slots if slot // self._S == self._rank}
-        # The first slot of each layer, too: a rank needs sizes to know the parts of others.
-        first = {(layer, 0) for layer, _ in slots}
+        own_slots = set[tuple[int, int]]()
+        for layer, slot in slots:
+            if slot // self._S == self._rank:
+                own_slots.add((layer, slot % self._S))
+        # Check the first slot of each layer, too. A rank needs the sizes of all layers, in order to
+        # know the parts that come to other ranks, also where none of its own slots takes part.
+        first_slots = {(layer, 0) for layer, _ in slots}
         device = self.staging.device
         sizes: Sizes = {}
-        for layer, local in sorted(mine | first):
+        for layer, local in sorted(own_slots | first_slots):
             tensors = self._tensors(layer, local)
             found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
             fits = all(tensor.is_contiguous() and tensor.device == device for tensor in tensors)
@@ -428,20 +485,26 @@ class Moves:
         return sizes
 
     def _post(self, word: Word, value: int, to: int | None = None) -> None:
-        """Post a word to one rank, or to all, unless it has this value already."""
-        if self._told.get((word, to)) == value:
+        """Post a word to rank `to`, or to all ranks if it is None. If the last post had the same
+        value, do nothing.
+        """
+        if self._posted.get((word, to)) == value:
             return
         readers = self._ranks if to is None else [to]
         self.mail.post(word, self.number << 32 | value, readers)
-        self._told[word, to] = value
+        self._posted[word, to] = value
 
     def _value(self, rank: int, word: Word) -> int:
-        """The value of a rank's word in this call: `_UNSAID`, a value, or `_NEWER`."""
+        """The value that a rank has written for this call of `replace`.
+
+        It is `_UNWRITTEN` if the rank's word is still that of an earlier call, and `_NEWER` if it
+        is already that of a later one.
+        """
         number, value = divmod(self._words[rank][word], 1 << 32)
         if number > self.number:
             return _NEWER
         if number < self.number:
-            return _UNSAID
+            return _UNWRITTEN
         return value
 
     def _late(self, word: Word, least: int) -> list[int]:
@@ -462,7 +525,7 @@ class Moves:
 
 
 def _in_order_of_memory(tensor: Tensor) -> Tensor:
-    """A view whose dimensions have falling strides."""
+    """View a tensor with its dimensions in the order of memory, the largest stride first."""
     strides = tensor.stride()
     dims = sorted(range(tensor.dim()), key=strides.__getitem__, reverse=True)
     return tensor.permute(dims)

@@ -1,5 +1,5 @@
-"""The default policy of a `Balancer`. Another one is any callable that takes and
-returns the same.
+"""The default policy of a `Balancer`. Any callable that takes the same arguments and returns a plan
+can be a policy.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ from torch import Tensor
 from epmoe.live.balance import MOVES_OF_A_STEP, Plan, balance, fresh
 
 Policy = Callable[..., Plan]
-"""It is called as `few_moves`, on a thread of rank 0, and all ranks carry out the `slots` of its
-plan.
+"""A function with the arguments of `few_moves`. A thread of rank 0 calls it, and all ranks carry
+out the `slots` of its plan.
 """
 
 
 def few_moves(
     loads: Tensor, slots: Tensor, *, goal: float, least_gain: float, **limits: int
 ) -> Plan:
-    """Plan as `epmoe.balance` does, for layers above the goal whose moves gain enough. The others
-    keep their slots.
+    """Plan as `epmoe.balance` does, but only for layers that are above the goal and whose moves
+    gain enough. The other layers keep their slots.
 
-    Moves to different ranks run at once, so a plan costs as much as the moves to one rank: all of
-    them, or as many as it has slots. If a plan ends at `max_moves`, further plans lead on, about as
-    far as `fresh`. Then the gain of all these plans counts.
+    A layer's moves must gain at least `least_gain` for each move. Moves to different ranks run at
+    the same time, so at most S moves count, as many as a rank has slots. If a plan ends because it
+    has `max_moves` moves, further plans can come nearer to the goal, about as near as `fresh`. Then
+    the gain of all these plans together counts.
 
     Args:
-        loads: float64 [L, E], since the last plan.
-        slots: int32 [L, P]
-        goal: the balancer's.
-        least_gain: the balancer's.
+        loads: float64 [L, E]: the rows of each layer and expert since the last plan.
+        slots: int32 [L, P]: the expert in each slot, or −1.
+        goal: the goal of the balancer.
+        least_gain: the least gain of the balancer.
         **limits: `ep_size` and `most_copies` of the group, and `max_moves` of the balancer.
 
     Returns:
@@ -45,19 +46,23 @@ def few_moves(
     counts_L = torch.bincount(layers, minlength=len(slots))
     before_L = torch.tensor(plan.balance_before, dtype=torch.float64)
     after_L = torch.tensor(plan.balance_after, dtype=torch.float64)
-    # Where further plans lead on, they end at the balance of a fresh table.
+    # A layer whose plan ended for lack of moves will get further plans. Expect that these reach
+    # the balance of a fresh table. With `max_moves=0`, `balance` only computes that.
     end_L = after_L.clone()
-    leads_on = (after_L > goal) & (counts_L > limits["max_moves"] - MOVES_OF_A_STEP)
-    if leads_on.any():
-        target = fresh(loads[leads_on], R, S, most_copies=limits["most_copies"])
-        even = balance(loads[leads_on], target, ep_size=R, max_moves=0).balance_after
-        end_L[leads_on] = end_L[leads_on].minimum(torch.tensor(even, dtype=torch.float64))
-    # A layer keeps its slots where its moves do not pay.
-    pays = (before_L > goal) & (before_L - end_L >= least_gain * counts_L.clamp(max=S))
-    kept = torch.where(pays[:, None], plan.slots, slots)
+    has_used_up_moves_L = counts_L > limits["max_moves"] - MOVES_OF_A_STEP
+    goes_on_L = (after_L > goal) & has_used_up_moves_L
+    if goes_on_L.any():
+        remaining_loads = loads[goes_on_L]
+        fresh_slots = fresh(remaining_loads, R, S, most_copies=limits["most_copies"])
+        fresh_plan = balance(remaining_loads, fresh_slots, ep_size=R, max_moves=0)
+        reachable = torch.tensor(fresh_plan.balance_after, dtype=torch.float64)
+        end_L[goes_on_L] = end_L[goes_on_L].minimum(reachable)
+    # If the moves of a layer do not gain enough, the layer keeps its slots.
+    needed_gain_L = least_gain * counts_L.clamp(max=S)
+    pays_L = (before_L > goal) & (before_L - end_L >= needed_gain_L)
     return replace(
         plan,
-        slots=kept,
-        moves=[move for move in plan.moves if pays[move.layer]],
-        balance_after=torch.where(pays, after_L, before_L).tolist(),
+        slots=torch.where(pays_L[:, None], plan.slots, slots),
+        moves=[move for move in plan.moves if pays_L[move.layer]],
+        balance_after=torch.where(pays_L, after_L, before_L).tolist(),
     )

@@ -1,4 +1,4 @@
-"""Weights that give their memory away while their host sleeps, and get it back at the same
+"""Frees the memory of a model's weights while its host sleeps, and brings it back at the same
 addresses.
 """
 
@@ -17,29 +17,30 @@ from epmoe.group.errors import EPStateError
 
 
 class SleepingWeights:
-    """Memory for the parameters and persistent buffers of a module that can be freed and restored.
-    Addresses stay.
+    """Moves the parameters and persistent buffers of a module into memory that can be freed and
+    restored. Their addresses stay the same after that.
 
-    CUDA graphs that are captured afterwards are good again after `restore`. Until then nobody may
-    read the weights: on a GPU that is an error of CUDA, which ends the process's use of the GPU.
-    `ExpertParallel.sleep` takes `offload` or `discard`, and `wake` takes `restore`.
+    CUDA graphs that are captured after the constructor are valid again after `restore`. While the
+    memory is gone, nobody may read the weights: on a GPU this is a CUDA error, after which the
+    process cannot use the GPU any more. Give `offload` or `discard` to `ExpertParallel.sleep`, and
+    `restore` to `ExpertParallel.wake`.
 
     Args:
-        module: whose tensors are on one device, and stay the tensors that they are, with their
-            strides. Those that share memory still do. What else shares it, outside `module`, keeps
-            the former memory.
+        module: has its tensors on one device. They stay the same tensor objects, with the same
+            strides, and tensors that share memory still share it. A tensor outside of `module` that
+            shares memory with them keeps the former memory.
 
     Raises:
-        TypeError: one of them is a DTensor, as FSDP's, sparse, or another that is not plain memory.
-        ValueError: it has no tensors, or they are on several devices.
-        MemoryError: there is no memory for a second copy of them, which is needed until this
-            returns.
+        TypeError: a tensor is not plain memory: a DTensor, such as FSDP's, or a sparse tensor.
+        ValueError: the module has no tensors, or they are on several devices.
+        MemoryError: there is no memory for a second copy of the tensors, which the constructor
+            needs while it runs.
     """
 
     def __init__(self, module: nn.Module) -> None:
         tensors = _tensors_of(module)
         device = _device_of(tensors)
-        # Tensors that share a storage will share one again.
+        # Group the tensors by their storage, since those that share one must still share one.
         storages: dict[int, list[Tensor]] = {}
         for tensor in tensors:
             storages.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
@@ -47,27 +48,28 @@ class SleepingWeights:
             round_up(views[0].untyped_storage().nbytes(), BUFFER_ALIGNMENT)
             for views in storages.values()
         ]
-        # At least a byte, also for tensors without elements.
+        # Memory has at least one byte, also if no tensor has elements.
         self._nbytes = max(sum(sizes), 1)
-        # The contents, on the host, while they are not in their memory.
+        # The contents of the memory on the host, from `offload` until `restore`.
         self._copy: Tensor | None = None
         self._processor = processor_of(device)
         self._memory = self._processor.memory()
-        self._places = Places(self._memory, 1, self._nbytes)
+        self._places = Places(self._memory, count=1, nbytes=self._nbytes)
         self._map()
-        # Storage by storage: the next one begins where this one ends.
+        # Move one storage after another; each begins where the one before ends.
         begin = 0
         for size, views in zip(sizes, storages.values(), strict=True):
-            _move(views, self._places.view(0, size, begin))
+            _move(views, self._places.view(place=0, nbytes=size, begin=begin))
             begin += size
 
     def offload(self) -> None:
-        """Free the memory of the weights, and keep a copy on the host. It waits for the GPU. If it
-        raises, the weights are still there.
+        """Free the memory of the weights, and keep a copy of them on the host. It waits for the
+        GPU. If it raises, the weights are still in their memory.
         """
         if not self._places.mapped:
             return
         try:
+            # An earlier `offload` may have been interrupted after its copy.
             if self._copy is None:
                 self._copy = self._processor.host_memory(self._nbytes).copy_(self._region)
             self._places.unmap()
@@ -82,16 +84,18 @@ class SleepingWeights:
         self._places.unmap()
 
     def restore(self) -> None:
-        """Bring the memory of the weights back; after `offload`, with its contents. Load weights
-        after it, not before.
+        """Bring the memory of the weights back. After `offload` it has the same contents. Load
+        weights after this call, not before.
 
         Raises MemoryError if others use the memory by now. Raises EPStateError if somebody has
-        written weights while their memory was gone, such as a loader of `recover` or `resize`: the
-        memory is back then, without what was written. A GPU refuses such writes itself.
+        written weights while their memory was gone, such as a loader of `recover` or `resize`. The
+        memory is back in this case, but without what was written. Only CPUs need this check: a GPU
+        refuses such writes.
         """
         was_written = False
         if not self._places.mapped:
-            # On CPUs the addresses stay readable, as zeros; a GPU refuses to write there.
+            # On CPUs the addresses stay readable without their memory, and read as zeros. Any other
+            # value there was written meanwhile.
             was_written = self._memory.stays_readable and bool(self._region.any())
             self._map()
         if self._copy is not None:
@@ -105,24 +109,28 @@ class SleepingWeights:
 
     @property
     def _region(self) -> Tensor:
-        return self._places.view(0, self._nbytes)
+        """All bytes of the memory."""
+        return self._places.view(place=0, nbytes=self._nbytes)
 
     def _map(self) -> None:
-        self._places.map(0, None, self._nbytes)
+        """Allocate memory at the addresses. Without a descriptor, no other process can map it."""
+        self._places.map(place=0, descriptor=None, nbytes=self._nbytes)
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:
-    """The parameters and persistent buffers, each once. Raises TypeError for a tensor that is no
-    plain memory.
+    """The parameters and persistent buffers of a module, each once.
+
+    Raises TypeError for a tensor that is not plain memory.
     """
-    own = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    # A state dict may also have tensors that are made for it.
-    keys = [id(value) for value in module.state_dict(keep_vars=True).values()]
-    tensors = list({key: own[key] for key in keys if key in own}.values())
-    strange = {type(tensor).__name__ for tensor in tensors if not _is_plain(tensor)}
-    if strange:
+    by_id = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    # The state dict leaves out buffers that are not persistent. But it may also have tensors that
+    # are made for it, which are not in `by_id`.
+    ids_in_state = [id(value) for value in module.state_dict(keep_vars=True).values()]
+    tensors = list({key: by_id[key] for key in ids_in_state if key in by_id}.values())
+    other_types = {type(tensor).__name__ for tensor in tensors if not _is_plain(tensor)}
+    if other_types:
         raise TypeError(
-            f"`module` must have dense tensors of one storage each, got {sorted(strange)}"
+            f"`module` must have dense tensors of one storage each, got {sorted(other_types)}"
         )
     return tensors
 
@@ -145,17 +153,18 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _move(views: Sequence[Tensor], place: Tensor) -> None:
-    """Move tensors that share a storage: copy it to `place`, and let the tensors share the copy.
+    """Move all tensors of one storage: copy the storage to `place`, and let the tensors view the
+    copy. `place` is uint8, and at least as long as the storage.
 
-    Each storage moves by itself. A checkpoint would write one storage of all tensors for each of
-    them.
+    Each `place` is a tensor with a storage of its own. If all weights were views of one storage, a
+    checkpoint would write this whole storage for each of them.
     """
     # Copy the bytes of the storage.
     with torch.no_grad():
         former = torch.empty(0, dtype=torch.uint8, device=place.device)
         former.set_(views[0].untyped_storage())
         place[: len(former)].copy_(former)
-    # Each tensor gets its view of the new one.
+    # Let each tensor view the copy as it has viewed the storage.
     for tensor in views:
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             elements = place.view(tensor.dtype)

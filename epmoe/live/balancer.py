@@ -255,6 +255,7 @@ class Balancer:
 
     @property
     def stalls(self) -> int:
+        """How often ranks have sent no loads in time; `Attributes` of the class say more."""
         return self._live.stalled_plans
 
     def close(self) -> None:
@@ -268,6 +269,7 @@ class Balancer:
 
     @property
     def _live(self) -> LiveExperts:
+        """The experts of the present group."""
         return self._ep.live.moving()
 
     @property

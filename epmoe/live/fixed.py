@@ -44,11 +44,14 @@ class FixedExperts:
         """Raise EPStateError: a caller needs experts that move."""
         raise EPStateError("experts stay where they are: `placement.live` is not set")
 
-    def step(self) -> None: ...
+    def step(self) -> None:
+        """Do nothing, as no expert moves."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Do nothing, as there is no thread to end."""
 
-    def disown(self, why: str) -> None: ...
+    def disown(self, why: str) -> None:
+        """Do nothing, as a forked child has nothing to send."""
 
     def held_by_layer(self) -> Table:
         """The experts whose weights this rank has. One list is enough, as they are the same in all

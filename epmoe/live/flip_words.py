@@ -119,5 +119,6 @@ class FlipWords:
         self._post(self._report_place, NONE)
 
     def _post(self, place: int, value: int) -> None:
+        """Write the word at a place."""
         # The operator takes an offset in bytes; a word has 8.
         ops.post_word(self._words.view(torch.uint8), 8 * place, value)

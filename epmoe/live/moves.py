@@ -148,7 +148,7 @@ class Moves:
         self._own_parts = self._parts[self._rank]
         self.count = sum(len(wave.moves) for wave in self.waves)
         self.total_bytes = _bytes_of(self._own_parts)
-        # Ranks compare it by PLAN: it is equal on ranks that were given the same arguments.
+        # Ranks compare this checksum by PLAN. It is equal if they were given the same arguments.
         self._checksum = self._checksum_of(sizes)
         # When something has happened last, and the state since then, to count stalls.
         self._last_progress_s = time.monotonic()
@@ -343,14 +343,14 @@ class Moves:
         if self.version == self.last:
             return
         plans = {rank: self._value(rank, Word.PLAN) for rank in self._ranks}
-        agreeing = (_UNWRITTEN, self._checksum)
-        others = [rank for rank, plan in plans.items() if plan not in agreeing]
-        if others:
-            self.refused_by = others
+        agreeing_plans = (_UNWRITTEN, self._checksum)
+        refused_by = [rank for rank, plan in plans.items() if plan not in agreeing_plans]
+        if refused_by:
+            self.refused_by = refused_by
             self.end()
-            # If all of them have raised in `replace`, the error says so.
-            have_raised = all(plans[rank] == REFUSED for rank in others)
-            raise EPRefusedError(others, have_raised)
+            # If `replace` has raised on all of these ranks, the error says so.
+            have_raised = all(plans[rank] == REFUSED for rank in refused_by)
+            raise EPRefusedError(refused_by, have_raised)
 
     def _use_next_version(self) -> None:
         """Use the next version, once all ranks are ready for it."""
@@ -485,8 +485,8 @@ class Moves:
         return sizes
 
     def _post(self, word: Word, value: int, to: int | None = None) -> None:
-        """Post a word to rank `to`, or to all ranks if it is None. If the last post had the same
-        value, do nothing.
+        """Post a word to rank `to`, or to all ranks if `to` is None. If the last post of this word
+        had the same value, do nothing.
         """
         if self._posted.get((word, to)) == value:
             return
@@ -497,8 +497,8 @@ class Moves:
     def _value(self, rank: int, word: Word) -> int:
         """The value that a rank has written for this call of `replace`.
 
-        It is `_UNWRITTEN` if the rank's word is still that of an earlier call, and `_NEWER` if it
-        is already that of a later one.
+        The value is `_UNWRITTEN` if the rank has only written the word of an earlier call, and
+        `_NEWER` if it has already written the word of a later call.
         """
         number, value = divmod(self._words[rank][word], 1 << 32)
         if number > self.number:
@@ -541,4 +541,5 @@ def _parts(wave: int, move: SlotMove, nbytes: int, staging: int) -> list[_Part]:
 
 
 def _bytes_of(parts: Sequence[_Part]) -> int:
+    """The bytes of several parts together."""
     return sum(part.end - part.begin for part in parts)

@@ -424,6 +424,7 @@ class WeightReceiver:
             self._writes = False
 
     def _has_other_layers(self, layers: Iterable[nn.Module]) -> bool:
+        """Whether this receiver has none of these layers."""
         own_ids = {id(layer) for layer in self._layers.values()}
         return own_ids.isdisjoint(id(layer) for layer in layers)
 
@@ -449,9 +450,11 @@ class WeightReceiver:
 
     @property
     def _is_open(self) -> bool:
+        """Whether this object is not closed, and the group is still that of its constructor."""
         return self._ep.generation == self._generation
 
     def _check_open(self) -> None:
+        """Raise EPStateError if this object is closed or the group has changed."""
         if not self._is_open:
             raise EPStateError(
                 "it is closed, or the group has changed: make a new WeightReceiver on all ranks"
@@ -491,6 +494,7 @@ class WeightReceiver:
             self.problem = EPStateError(what)
 
     def _log_problem(self, number: int) -> None:
+        """Warn that version `number` is passed over, and why."""
         _log.warning("version %d of the weights is not taken: %s", number, self.problem)
 
     def _decide(self, words: Words, round_number: int) -> None:
@@ -797,6 +801,7 @@ def _check_taken(dense: Mapping[str, Tensor], taken: object) -> None:
 
 
 def _raise_not_finite(version: Version, dtype: torch.dtype, where: str) -> NoReturn:
+    """Raise NotFiniteError, which says `where` the version has a NaN or Inf in this dtype."""
     what = f"version {version.number} has values that are not finite in {dtype_name(dtype)}"
     raise NotFiniteError(f"{what}: {where}")
 

@@ -55,7 +55,7 @@ def shared_words(folder: Path, peers: Any, count: int, value: int) -> Tensor:
 
 
 def remove_orphans(folder: Path) -> None:
-    """Remove the files that killed processes have left: those that nobody has locked."""
+    """Remove the files of killed processes: the files that no process has locked."""
     for path in folder.glob(f"{_PREFIX}*"):
         try:
             handle = os.open(path, os.O_RDWR)

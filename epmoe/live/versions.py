@@ -267,7 +267,7 @@ class WeightSender:
         return list(_files(os.listdir(self._folder)))
 
     def _remove_drafts_of_others(self, group: str) -> None:
-        """Remove the drafts that dead ranks have left, which are those of all other groups.
+        """Remove the drafts of all other groups, whose ranks are dead or may not write any more.
 
         Raises EPStateError if another trainer has begun.
         """
@@ -312,7 +312,7 @@ class WeightSender:
         socket = None
         if self._offers is not None:
             socket = self._offer(self._offers, version, tables, files)
-        # All others go into the file.
+        # All other tensors go into the file.
         for table in tables:
             for name, value in table.items():
                 if not value.is_meta:

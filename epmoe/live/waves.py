@@ -66,8 +66,8 @@ def plan_waves(before: Tensor, after: Tensor, slots_per_rank: int) -> list[Wave]
     """Plan the waves that lead from the table `before` to the table `after`, both [L, P].
 
     A wave may overwrite a slot in two cases: the slot is empty, or its expert has another slot that
-    the wave does not overwrite. If experts that have no second copy are to change places, one of
-    them makes a detour: it is first copied to a third slot. Raises ValueError if no slot is free
+    the wave does not overwrite. If experts that have no second copy are to change places, one
+    expert makes a detour: it is first copied to a third slot. Raises ValueError if no slot is free
     for a detour.
 
     Every expert must have a slot in `before`, and `after` must be a result of `in_place`. The last

@@ -18,6 +18,7 @@ from exchanges import (
     expected_rows,
     expected_slabs,
     make_tokens,
+    nodes_of,
     poison,
     quantized,
     run_experts,
@@ -91,6 +92,8 @@ def test_every_bit_arrives(
     make_ep, rank, size, first, others, ll_max_tokens, hidden, num_sms, layout, phases
 ):
     """Any bits: NaN of both signs, scales that are negative, infinite or NaN."""
+    if hidden % 128 and nodes_of(size):
+        pytest.skip("a block that is partly filled travels within a node")
     alignment = {"alignment": 8}
     ep = make_fp8_ep(make_ep, ll_max_tokens, hidden=hidden, num_sms=num_sms, capacity=alignment)
     for seed in range(2):

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import make_config, node_of, poison
+from exchanges import make_config, node_of, nodes_of, poison
 from expert_inputs import quantized as quantized_weights
 from expert_inputs import random_mxfp4
 from helpers import ON_GPUS, assert_close, captured, full_layer, poison_, randn
@@ -54,6 +54,8 @@ def test_a_layer_in_mxfp4_is_that_of_its_values(make_ep, rank, size, payload, wi
     """Bitwise on CPUs, in calls of any size; padding is zeros, and a token of NaN
     changes no other. 160 columns have a block that is partly filled.
     """
+    if width % 128 and payload == "fp8" and nodes_of(size):
+        pytest.skip("a block that is partly filled travels within a node")
     sizes = {"experts": E, "top_k": K, "hidden": width, "max_tokens": 130}
     ep = make_ep(dtype="bfloat16", exchange={"payload": payload}, **sizes)
     # Weights in MXFP4, and their values in bf16.

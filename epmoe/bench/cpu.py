@@ -1,12 +1,12 @@
-"""Times rounds of `ExpertParallel` on the CPU against the same work over `all_to_all_single` of
-gloo, in one run.
+"""Times rounds of `ExpertParallel` on the CPU, and beside them the same work over gloo's
+`all_to_all_single`.
 
-On several nodes ours sends a token once to each node that needs it, in slabs of T slots, as it is
-and as fp8. The (token, expert) pairs of `all_to_all_single` go straight to the ranks of their
-experts.
+On several nodes epmoe sends a token once to each node that needs it, in slabs with as many slots as
+a rank has tokens. It is measured with rows as they are, and with rows in fp8. `all_to_all_single`
+sends one row for each pair of a token and an expert, straight to the rank of the expert.
 
-All sides get the same tokens and the same routing, and take turns. The expert outputs are made
-beforehand, so that only dispatch and combine are timed.
+All sides get the same tokens and the same routing, and take turns. The experts' outputs are
+computed before the timing, so that only dispatch and combine are timed.
 """
 
 from __future__ import annotations
@@ -37,67 +37,74 @@ _COLUMNS = (
         "{:.1f}x".format,
     ),
 )
-# Most rounds of a sample; a large T gets fewer. The skew with which ranks leave the barrier must
-# not show in the mean.
+# The most rounds in a sample. With many tokens a sample has fewer rounds. Ranks do not leave the
+# barrier before a sample at the same moment, and several rounds keep that out of their mean.
 _ROUNDS = 16
 
 
 def run(job: Job) -> Report:
-    """Measure each T. Collective.
+    """Measure all sides for each number of tokens. Collective.
 
-    `advance` is called after each set of samples, one of every side. On several nodes fp8 is left
-    out unless D is a multiple of 128. Raises ValueError if the configuration asks for an fp8
-    payload, RuntimeError if the output of a side is not the weighted sum over the token's experts.
+    `job.advance` is called whenever each side has had one more sample. On several nodes fp8 is left
+    out unless the hidden size is a multiple of 128. Raises ValueError if the configuration asks for
+    an fp8 payload, and RuntimeError if the output of a side is not the weighted sum over the
+    token's experts.
     """
     config = job.config
     if config.exchange.quantizes:
         raise ValueError(
             "`exchange.payload` and `exchange.combine_payload` must be auto: gloo sends no fp8 rows"
         )
-    # With several nodes, ours is measured in fp8, too.
-    several = config.topology.num_nodes > 1
+    # With several nodes, epmoe is also measured with rows in fp8.
+    several_nodes = config.topology.num_nodes > 1
     payloads = {"epmoe": Payload.PLAIN}
-    if several and Payload.FP8_OUT in Payload.for_rows(config):
+    if several_nodes and Payload.FP8_OUT in Payload.for_rows(config):
         payloads["epmoe, fp8 out"] = Payload.FP8_OUT
     with ExitStack() as stack:
-        ours = {}
+        exchanges = {}
         for name, payload in payloads.items():
             ep = ExpertParallel(payload.applied(config), job.group)
-            ours[name] = stack.enter_context(ep)
-        taken = {T: _measure(ours, T, job) for T in job.tokens}
-    return report(taken, several_nodes=several)
+            exchanges[name] = stack.enter_context(ep)
+        times_by_tokens = {T: _measure(exchanges, T, job) for T in job.tokens}
+    return report(times_by_tokens, several_nodes=several_nodes)
 
 
-def report(taken: Mapping[int, Mapping[str, Times]], *, several_nodes: bool) -> Report:
-    """Make the figures of each T by side. The last two sides are the baseline, with fresh buffers
-    and with kept ones.
+def report(times_by_tokens: Mapping[int, Mapping[str, Times]], *, several_nodes: bool) -> Report:
+    """Make the report of the times, which are given by number of tokens and by side.
+
+    The last two sides are `all_to_all_single`: first with new buffers in each call, then with kept
+    buffers. All other times are divided by theirs.
     """
     results: list[Figures] = []
-    for T, sides in taken.items():
-        *_, fresh, kept = sides.values()
-        for side, of_side in sides.items():
+    for T, sides in times_by_tokens.items():
+        new_buffers, kept_buffers = list(sides.values())[-2:]
+        for side, side_times in sides.items():
             ratios = {
-                "ratio": fresh.round / of_side.round,
-                "ratio_kept": kept.round / of_side.round,
+                "ratio": new_buffers.round / side_times.round,
+                "ratio_kept": kept_buffers.round / side_times.round,
             }
-            results.append({"tokens": T, "side": side, **of_side._asdict(), **ratios})
+            results.append({"tokens": T, "side": side, **side_times._asdict(), **ratios})
     return Report("rail" if several_nodes else "gloo", _COLUMNS, results)
 
 
-def _measure(ours: Mapping[str, ExpertParallel], tokens: int, job: Job) -> dict[str, Times]:
-    """Measure the times of each side, by its name, for T tokens of a rank."""
+def _measure(exchanges: Mapping[str, ExpertParallel], tokens: int, job: Job) -> dict[str, Times]:
+    """Measure each side with `tokens` tokens of a rank. `exchanges` are epmoe's, by the name of
+    their side. Returns the times by the name of the side. Collective.
+    """
     rank = torch.distributed.get_rank(job.group)
     sample = Sample(job.config, rank, tokens, job.routing, id_dtype=torch.int64)
     baseline = "pairs" if job.config.topology.num_nodes > 1 else "gloo"
     rounds = max(2, min(_ROUNDS, 1024 // max(tokens, 1)))
-    with ExitStack() as bounds:
-        for ep in ours.values():
-            bounds.enter_context(ep.at_most(tokens))
-        # Ours, and the baseline with fresh buffers and with kept ones.
-        sides: list[ExchangeSide] = [Fused(ep, sample, name) for name, ep in ours.items()]
+    with ExitStack() as limits:
+        # Slabs for other nodes get as many slots as a rank has tokens.
+        for ep in exchanges.values():
+            limits.enter_context(ep.at_most(tokens))
+        # epmoe's sides come first, then the baseline with new buffers and with kept buffers.
+        sides: list[ExchangeSide] = [Fused(ep, sample, name) for name, ep in exchanges.items()]
         for name, keep in ((baseline, False), (f"{baseline}, kept buffers", True)):
             sides.append(AllToAll(sample, job.group, name, keep_buffers=keep))
-        taken = measure_in_turns(sides, job.repeats, rounds, job.group, job.advance)
+        all_times = measure_in_turns(sides, job.repeats, rounds, job.group, job.advance)
+        # Check all sides once more, now that they have been timed.
         for side in sides:
             side.check()
-    return {side.name: of_side for side, of_side in zip(sides, taken, strict=True)}
+    return {side.name: side_times for side, side_times in zip(sides, all_times, strict=True)}

@@ -1,5 +1,5 @@
-"""The facts of a run that stand in front of the figures in a benchmark's JSON: what ran, where,
-with which versions.
+"""Collects the facts that stand in front of the figures in a benchmark's JSON file: what has run,
+where, and with which versions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from epmoe.native.package import __version__
 
 
 def facts(benchmark: str, config: EPConfig, routing: Kind, repeats: int) -> dict[str, Any]:
-    """All that is known about this run apart from its figures, as JSON can hold it."""
+    """Collect everything that is known about a benchmark but its figures, in types that JSON can
+    hold.
+    """
     return {
         "benchmark": benchmark,
         "config": config.model_dump(mode="json"),
@@ -42,7 +44,7 @@ def this_run() -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores that this process may use and in all, memory in bytes, GPUs, and system."""
+    """Describe this machine. "cores" are those that this process may use."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "cpu": _processor(),
@@ -55,7 +57,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of epmoe and what it runs on; None for what is not there."""
+    """The versions of epmoe and of what it runs on. A part that is absent has None."""
     nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
     return {
         "epmoe": __version__,
@@ -67,12 +69,12 @@ def versions() -> dict[str, str | None]:
 
 
 def commit(folder: Path = Path(__file__).resolve().parents[2]) -> str | None:
-    """The commit of the checkout in `folder`, with "-dirty" if files differ from it; None if it is
-    no checkout.
+    """The commit of the checkout in `folder`, with "-dirty" behind it if files have been changed.
+    Returns None if `folder` is no checkout.
     """
     if not (folder / ".git").exists():
         return None
-    # No tags: the commit itself, with a mark.
+    # Exclude all tags, so that git names the commit itself.
     describe = ["describe", "--always", "--abbrev=40", "--dirty", "--exclude", "*"]
     command = ["git", "-C", str(folder), "--no-optional-locks", *describe]
     try:

@@ -1,9 +1,10 @@
-"""The floor of the exchange: one kernel each way that stores the rows that must cross, and waits
-for the flags.
+"""The floor of the exchange: the simplest kernel that moves the rows of a round between ranks. A
+round is one launch for each direction, and its time is the least that an exchange can take.
 
-The kernel (floor.cu) gets the source and target address of each row. Rows arrive densely, in order
-of source rank. The kernel is not part of the library: `FloorWindow` compiles it on the machine that
-runs the benchmark.
+The kernel (floor.cu) gets the source address and the target address of each row. It stores the
+rows, sets a flag on each other rank, and waits for the flags of all ranks. Rows arrive without gaps
+between them, in the order of source ranks. The kernel is not part of the library: `FloorWindow`
+compiles it on the machine that runs the benchmark.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ from epmoe.exchange.window_nvlink import NVLinkWindow
 from epmoe.group.peers import Peers
 from epmoe.native import build
 
+# The numbers of thread blocks that the benchmark tries.
 BLOCKS = (16, 32, 64, 128)
-# The first half is for the flags of the way out, the second for those of the way back.
+# Bytes of the flags at the start of a window: the first half for rows on their way to the experts,
+# the second half for rows on their way back.
 _FLAG_BYTES = 4096
 
 
@@ -51,8 +54,8 @@ class _Args(ctypes.Structure):
 
 
 class FloorWindow:
-    """The floor's kernel, and one window that fits every T and payload of a configuration.
-    Collective.
+    """The compiled kernel of the floor, and a window with room for all rows that a configuration
+    allows. Making it is collective.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class FloorWindow:
         self.device = device
         peers = Peers.of(group)
         self.launch = _compiled(peers, device)
-        # Room for the rows of all other ranks, each way.
+        # Make room for the rows of all other ranks, once for each direction.
         rows = (self.size - 1) * config.capacity.max_num_tokens_per_rank
         row_bytes = wire_bytes(config.model.hidden_size, config.model.torch_dtype, "auto")
         self.region_bytes = rows * row_bytes
@@ -72,14 +75,14 @@ class FloorWindow:
         addresses = Addresses(GpuMemory(device), processor_of(device))
         seats = Seats.full(peers.size)
         self.window = NVLinkWindow([nbytes] * peers.size, peers, seats, addresses, dead_at=0)
-        # `FloorState` of each way.
+        # One `FloorState` of floor.cu for each direction: four int32.
         self.states = torch.zeros(2, 4, dtype=torch.int32, device=device)
         self.timeout_ns = int(config.exchange.timeout_s * 1e9)
 
 
 class Floor(Side):
-    """A round of the floor: rows of `out_bytes` bytes go to other ranks, rows of `back_bytes` bytes
-    come back, with `blocks` blocks each way.
+    """The side of the floor. Rows of `out_bytes` bytes go to other ranks, and rows of `back_bytes`
+    bytes come back. Each launch has `blocks` thread blocks, which the caller may change.
     """
 
     def __init__(
@@ -93,9 +96,10 @@ class Floor(Side):
         self.name = name
         self.window = window
         self.blocks = BLOCKS[-1]
+        # Rows come back from where they went, so the traffic of the way back is transposed.
         self._directions = [
-            _Direction(window, 0, sample.remote_RR, out_bytes),
-            _Direction(window, 1, sample.remote_RR.T, back_bytes),
+            _Direction(window, direction=0, traffic_RR=sample.remote_RR, row_bytes=out_bytes),
+            _Direction(window, direction=1, traffic_RR=sample.remote_RR.T, row_bytes=back_bytes),
         ]
         self.check()
 
@@ -110,7 +114,9 @@ class Floor(Side):
         return [self._directions[0].arrived]
 
     def check(self) -> None:
-        """Raise RuntimeError unless the arrived rows equal what NCCL delivers."""
+        """Run one round. Raise RuntimeError unless the rows that arrive are those that NCCL
+        delivers.
+        """
         poison(direction.arrived for direction in self._directions)
         torch.cuda.synchronize()
         dist.barrier(self.window.group, device_ids=[self.window.device.index])
@@ -131,7 +137,7 @@ class Floor(Side):
         self.raise_if_missed()
 
     def raise_if_missed(self) -> None:
-        """Raise RuntimeError if a flag missed its deadline: the times of that round are void."""
+        """Raise RuntimeError if a flag has not come before its deadline: the times are void then."""
         missed = self.window.states[:, 2].tolist()
         if any(missed):
             raise RuntimeError(
@@ -141,8 +147,10 @@ class Floor(Side):
 
 
 class _Direction:
-    """The rows that go one way, and their targets. traffic_RR has the rows from each rank (first
-    index) to each other rank.
+    """The rows that travel in one direction, and where they go: 0 is the way to the experts, 1 the
+    way back.
+
+    `traffic_RR` has the number of rows from each rank (first index) to each other rank.
     """
 
     def __init__(
@@ -162,7 +170,7 @@ class _Direction:
         rows_in = sum(self.splits_in)
         arrived = window.window.local[region : region + rows_in * row_bytes]
         self.arrived = arrived.view(rows_in, row_bytes)
-        # Where ours arrive there: behind those of lower ranks.
+        # This rank's rows arrive on another rank behind the rows of all lower ranks.
         first_R = (traffic_RR[:rank].sum(dim=0) * row_bytes + region).tolist()
         addresses = [region.data_ptr() for region in window.window.regions]
         targets = [address + first for address, first in zip(addresses, first_R, strict=True)]
@@ -192,26 +200,28 @@ class _Direction:
 
 
 def moves(source: Tensor, rank: int, splits: list[int], targets: list[int]) -> Tensor:
-    """Make addresses int64 [n, 2], the source and target of each row. splits[r] rows go to address
-    `targets[r]` and on.
+    """List the source address and the target address of each of the n rows: int64 [n, 2].
 
-    The order keeps all links busy, and never makes one rank the target of all others at a time.
+    The rows of `source` are sorted by target rank: `splits[r]` rows go to rank r, from the address
+    `targets[r]` on. In the list, rows to all ranks take turns, beginning with this rank. So all
+    links are busy, and no rank is the target of all others at the same time.
     """
-    # Each row: its rank, and its number among the rows to that rank.
+    # Find the target rank of each row, and its index among the rows to that rank.
     row_bytes = source.shape[1]
     R = len(splits)
     peer = torch.arange(R).repeat_interleave(torch.tensor(splits))
     slot = torch.cat([torch.arange(count) for count in splits])
     origin = source.data_ptr() + torch.arange(len(source)) * row_bytes
     target = torch.tensor(targets)[peer] + slot * row_bytes
-    # One row to each rank in turn, from this rank on.
+    # Sort the rows, so that each rank in turn gets one.
     order = (slot * R + (peer - rank) % R).argsort()
     return torch.stack([origin, target], dim=1)[order].contiguous()
 
 
 def _compiled(peers: Peers, device: torch.device) -> Any:
-    """Compile the kernel `epmoe_floor` on rank 0, in about a second. Its folder is removed
-    afterwards.
+    """Compile the kernel on rank 0, which takes about a second, and load it on all ranks. Returns
+    its launch function `epmoe_floor`. Collective. Raises BuildError on all ranks if it does not
+    compile.
     """
     with tempfile.TemporaryDirectory(prefix="epmoe-floor-") as folder:
         library = str(Path(folder) / "libfloor.so")
@@ -236,7 +246,7 @@ def _compiled(peers: Peers, device: torch.device) -> Any:
         if problem:
             raise build.BuildError(f"the benchmark's kernel did not compile:\n{problem}")
         launch = ctypes.CDLL(library).epmoe_floor
-        # Every rank has it open before the folder is removed.
+        # Rank 0 removes the folder once every rank has loaded the library.
         peers.all_gather(None)
     launch.argtypes = (ctypes.POINTER(_Args), ctypes.c_int, ctypes.c_void_p)
     launch.restype = ctypes.c_char_p

@@ -1,9 +1,9 @@
-"""Times rounds of `ExpertParallel` on GPUs against the machine's floor and NCCL, on the same
-routing, in one run.
+"""Times rounds of `ExpertParallel` on GPUs, and beside them the machine's floor and NCCL, on the
+same routing.
 
-`Contender` lists who takes part. All contenders carry rows in the model's dtype; ours and the floor
-also carry fp8 rows. Every contender's output is checked first, with its buffers filled with NaN
-before.
+The floor is the simplest kernel that moves the same rows: see `epmoe.bench.floor`. `Contender`
+lists all sides. All sides carry rows in the model's dtype; epmoe and the floor also carry fp8 rows.
+The output of each side is checked before the timing, after its buffers were filled with NaN.
 """
 
 from __future__ import annotations
@@ -61,21 +61,24 @@ class Contender(StrEnum):
     """A side that is measured."""
 
     FLOOR = "floor"
-    """one kernel each way that stores the rows, raises flags and waits, with the fastest number of
-    blocks
+    """one kernel for each direction that stores the rows, sets flags and waits for flags, with the
+    number of blocks that is fastest
     """
     ROWS = "rows"
     """NCCL's all_to_all_single of the same rows"""
     RANK_MAJOR = "rank-major"
-    """ours, the exchange alone: rank-major rows out, partial rows back"""
+    """epmoe's exchange alone: rows arrive by source rank, and partial rows go back"""
     FUSED = "fused"
-    """ours, expert-major"""
+    """epmoe's usual round: rows arrive sorted by expert"""
 
 
 def report(
     results: Sequence[Figures], left_out: dict[str, str] | None = None, *, eager: bool = False
 ) -> Report:
-    """The figures of `results`, in ascending T. `left_out`: why peers are missing."""
+    """Make the report of `results`, which are in ascending order of the number of tokens.
+
+    `left_out` says why peers are missing. `eager` says that no CUDA graphs were used.
+    """
     columns = (
         TOKENS,
         SIDE,
@@ -94,11 +97,11 @@ def run(
     peers: Sequence[Peer] = (),
     eager: bool = False,
 ) -> Report:
-    """Measure each T. Collective.
+    """Measure all sides for each number of tokens and each payload. Collective.
 
-    `eager`: calls one after the other in place of graphs, but for the floor. `advance` is called
-    after each (T, payload). Raises RuntimeError if an output is wrong; that of a peer leaves the
-    peer out.
+    With `eager`, rounds are called one after the other instead of replaying CUDA graphs, but for
+    the floor. `job.advance` is called after each number of tokens and payload. A peer whose output
+    is wrong is left out. Raises RuntimeError if any other output is wrong.
     """
     config = job.config
     group = job.group
@@ -106,7 +109,7 @@ def run(
     samples: dict[int, Sample] = {}
     window = None
     contest = Contest(peers, "exchange", group)
-    # An exchange has one payload, and serves all T.
+    # An exchange has one payload, and serves all numbers of tokens.
     for payload in payloads:
         with ExpertParallel(payload.applied(config), group) as ep:
             if Contender.FLOOR in contenders and window is None:
@@ -119,7 +122,7 @@ def run(
                 ):
                     job.log(f"{T} tokens, {payload}, {row['side']}: round {row['round']:.1f} µs")
                     results.append(row)
-                # The graphs' pools would leave the next windows too little memory.
+                # Free the memory of this case's graphs, which the next windows need.
                 if ep.device.type == "cuda":
                     torch.cuda.empty_cache()
                 job.advance()
@@ -130,7 +133,11 @@ def run(
 def result(
     sample: Sample, side: str, payload: Payload, taken: Times, floor_us: float | None
 ) -> dict[str, Any]:
-    """Make one row of figures. Bytes are those of the busiest rank."""
+    """Make the figures of one side, for one row of the table.
+
+    `taken` are its times, and `floor_us` is the floor's round in µs, or None without a floor. Bytes
+    are those of the rank that sends or receives most.
+    """
     out, back = sample.row_bytes(payload)
     bytes_out = int(sample.remote_RR.sum(dim=1).max()) * out
     bytes_back = int(sample.remote_RR.sum(dim=0).max()) * back
@@ -156,18 +163,20 @@ def _measure(
     repeats: int,
     eager: bool,
 ) -> Iterator[Figures]:
-    """Measure each contender in this case. Collective."""
+    """Measure each side with this sample and payload, and yield its figures. Collective."""
     group = contest.group
     floor_us = None
     time = measure_eager if eager else measure
 
     def row(side: str, taken: Times, **figures: Any) -> Figures:
+        # `floor_us` is read when a row is made, so rows behind the floor's have its time.
         return result(sample, side, payload, taken, floor_us) | figures
 
     def with_host(side: Side) -> dict[str, Any]:
         return {"taken": time(side, repeats, group), "host": host_us(side, group)}
 
-    # The floor goes first: the others are compared with it.
+    # The floor goes first, because the other sides are compared with it. It takes the number of
+    # blocks that is fastest.
     if window is not None:
         floor = Floor(window, sample, *sample.row_bytes(payload))
         floor.blocks = min(BLOCKS, key=lambda blocks: _floor_us(floor, blocks, repeats, group))
@@ -175,7 +184,7 @@ def _measure(
         floor_us = taken.round
         yield row(Contender.FLOOR, taken, blocks=floor.blocks)
         floor.raise_if_missed()
-    # NCCL, ours, and peers.
+    # Then come NCCL, epmoe, and the peers.
     if Contender.ROWS in contenders and payload is Payload.PLAIN:
         yield row(Contender.ROWS, time(rows_alone(sample, group), repeats, group))
     for contender, kind in ((Contender.RANK_MAJOR, RankMajor), (Contender.FUSED, Fused)):
@@ -187,5 +196,6 @@ def _measure(
 
 
 def _floor_us(floor: Floor, blocks: int, repeats: int, group: dist.ProcessGroup) -> float:
+    """Time a round of the floor with `blocks` blocks in µs, by a quarter of the usual samples."""
     floor.blocks = blocks
     return round_us(floor, -(-repeats // 4), group)

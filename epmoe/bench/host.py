@@ -1,8 +1,9 @@
-"""Counts what the host does for a call of a layer that no graph has: its time, and what it starts.
+"""Measures what the host does in a call of a layer without a CUDA graph: the time that it takes,
+and the operators and kernels that it starts.
 
-nn.Linear is the yardstick, for it does as little as a module of torch does. On GPUs the stream is
-kept busy, so that the host waits for no kernel, and its time is that of the calls alone. On CPUs
-the time has the computing in it, and the number of operators is what tells.
+nn.Linear is measured beside it, because hardly a module of torch does less. On GPUs the stream is
+kept busy, so that the host waits for no kernel, and the time is that of the host's own work. On
+CPUs the time includes the computing, so there the number of operators is the figure to look at.
 """
 
 from __future__ import annotations
@@ -45,26 +46,28 @@ class Started(NamedTuple):
     """What a call makes torch start."""
 
     operators: int
-    """outermost ones: those that operators call are not counted"""
+    """the number of operators, without those that other operators call"""
     launches: int
-    """of kernels, on GPUs"""
+    """the number of kernel launches on GPUs"""
 
 
 def started(call: Callable[[], object]) -> Started:
-    """Count what `call` starts, by torch's profiler, which changes nothing of how calls run."""
+    """Run `call` once, and count the operators and kernels that it starts, by torch's profiler. The
+    profiler does not change how the call runs.
+    """
     on_gpus = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU]
     if on_gpus:
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as seen:
+    with profile(activities=activities) as recorded:
         call()
         if on_gpus:
             torch.cuda.synchronize()
-    events = seen.events() or []
+    events = recorded.events() or []
     operators = 0
     launches = 0
     for event in events:
-        # Operators within others do not count.
+        # Operators that other operators call do not count.
         if _is_operator(event) and not any(map(_is_operator, _parents(event))):
             operators += 1
         if event.name.startswith(("cudaLaunchKernel", "cuLaunchKernel")):
@@ -73,9 +76,10 @@ def started(call: Callable[[], object]) -> Started:
 
 
 def run(job: Job) -> Report:
-    """Measure each T: a layer with random experts, and nn.Linear of the same tokens. Collective.
+    """Measure a layer with random experts, and nn.Linear with the same tokens, for each number of
+    tokens. Collective.
 
-    Raises ValueError if `model.intermediate_size` is unset, and as `MoELayer` does.
+    Raises ValueError if `model.intermediate_size` is unset, and the errors of `MoELayer`.
     """
     config = job.config
     if config.model.intermediate_size is None:
@@ -102,11 +106,14 @@ def run(job: Job) -> Report:
 
 
 def trained_layer(ep: ExpertParallel, experts: nn.Module, tokens: int) -> MoELayer:
-    """A layer that trains, with room for all rows that `tokens` tokens of each rank may bring."""
+    """Make a layer that trains, with room for all rows that may arrive if each rank brings `tokens`
+    tokens.
+    """
     model = ep.config.model
     router_ED = torch.randn(model.num_experts, model.hidden_size, device=ep.device)
     pairs = ep.size * tokens * min(model.num_experts_per_tok, ep.num_local_experts)
-    # Segments follow one another, unless the config asks for gaps: more rows would be zeroed.
+    # Leave no room for gaps between segments, unless the configuration asks for them: the layer
+    # would spend time on zeroing the rows of gaps.
     alignment = ep.config.capacity.alignment or 1
     rows = pairs + ep.num_local_experts * (alignment - 1)
     num_rows = -(-rows // alignment) * alignment
@@ -115,7 +122,7 @@ def trained_layer(ep: ExpertParallel, experts: nn.Module, tokens: int) -> MoELay
 
 
 def _served(module: nn.Module, x_TD: Tensor) -> Tensor:
-    """y [T, D] of a call without gradients."""
+    """Call `module` without gradients. Returns y [T, D]."""
     with torch.inference_mode():
         y_TD: Tensor = module(x_TD)
         return y_TD
@@ -124,14 +131,18 @@ def _served(module: nn.Module, x_TD: Tensor) -> Tensor:
 def _gradients(
     module: nn.Module, x_TD: Tensor, grad_TD: Tensor, y_TD: Tensor
 ) -> tuple[Tensor, ...]:
-    """The gradients of x and of all parameters, given that of y."""
+    """Run the backward pass from the gradient of y. Returns the gradients of x and of all
+    parameters.
+    """
     return torch.autograd.grad(y_TD, (x_TD, *module.parameters()), grad_TD)
 
 
 def _figures(
     name: str, module: nn.Module, tokens: int, ep: ExpertParallel, job: Job
 ) -> Iterator[Figures]:
-    """Measure calls without gradients, then with gradients of the input and all parameters."""
+    """Measure `module`, first in calls without gradients, then with a backward pass. Yields the
+    figures of each. Collective.
+    """
     model = ep.config.model
     x_TD = torch.randn(tokens, model.hidden_size, device=ep.device).to(model.torch_dtype)
     grad_TD = torch.randn_like(x_TD)
@@ -160,14 +171,17 @@ def _figures(
 
 
 def _step(calls: Calls) -> None:
+    """Run one forward pass, and the backward pass if there is one."""
     calls.back(calls.out())
 
 
 def _is_operator(event: object) -> bool:
+    """Whether an event of a profile is the call of an operator, such as aten::mm."""
     return _NAME_OF_OPERATOR.fullmatch(getattr(event, "name", "")) is not None
 
 
 def _parents(event: object) -> Iterator[object]:
+    """The events of a profile within which `event` ran, the innermost first."""
     parent = getattr(event, "cpu_parent", None)
     while parent is not None:
         yield parent

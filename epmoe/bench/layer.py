@@ -1,8 +1,8 @@
-"""Times whole MoE layers, from logits to y, with their experts alone on the same rows, a floor, and
-layers of peers.
+"""Times whole MoE layers, from logits to y, and their experts alone on the same rows. Beside them
+stand the least time that the hardware allows, and the layers of peers.
 
-The experts have random weights, and their sizes are those of the configuration. `Precision` lists
-what is measured. A precision that a machine lacks is left out, and the report says why.
+The experts have random weights, and their sizes are those of the configuration. Each `Precision` is
+measured. A precision that this machine cannot compute is left out, and the report says why.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from epmoe.config.config import EPConfig
 from epmoe.service import ExpertParallel
 
 DEFAULT_TOKENS = (1, 16, 128, 512, 4096)
-# Rounds of a sample on the CPU; a large T gets fewer.
+# The most rounds in a sample on the CPU. With many tokens a sample has fewer rounds.
 _MOST_ROUNDS = 8
 _FIGURES = (
     Column("rows", "rows", "of the busiest rank, gaps of the alignment included", "{:,}".format),
@@ -58,10 +58,10 @@ _FIGURES = (
 
 
 def report(results: Sequence[Figures], left_out: Mapping[str, str], dtype: str) -> Report:
-    """The figures of `results`, in ascending T.
+    """Make the report of `results`, which are in ascending order of the number of tokens.
 
-    `left_out`: why precisions and peers are missing; `dtype`: the model's, which is the plain
-    precision.
+    `left_out` says why precisions and peers are missing. `dtype` is that of the model, which the
+    table shows in place of the word "plain".
     """
     precision = Column(
         "precision", "precision", show=lambda name: name.replace(Precision.PLAIN, dtype)
@@ -86,9 +86,11 @@ def check(config: EPConfig) -> None:
 
 
 def run(job: Job, *, peers: Sequence[Peer] = ()) -> Report:
-    """Measure each T. Collective; see `epmoe.bench.gpu.run`.
+    """Measure the layer for each number of tokens, in each precision. Collective.
 
-    `advance` is called once for each T and precision. Raises ValueError as `check`.
+    `job.advance` is called once for each number of tokens and precision. A peer whose output is
+    wrong is left out. Raises the errors of `check`, and RuntimeError if an output of epmoe is
+    wrong.
     """
     check(job.config)
     device = torch.device("cpu")
@@ -106,7 +108,7 @@ def run(job: Job, *, peers: Sequence[Peer] = ()) -> Report:
                 job.advance()
         else:
             results += _measure(job, precision, device, contest, copy)
-            # The next weights need the room.
+            # Free the memory, which the weights of the next precision need.
             if job.on_gpus:
                 torch.cuda.empty_cache()
     ordered = sorted(results, key=lambda result: result["tokens"])
@@ -116,7 +118,9 @@ def run(job: Job, *, peers: Sequence[Peer] = ()) -> Report:
 def _measure(
     job: Job, precision: Precision, device: torch.device, contest: Contest, copy: float
 ) -> list[Figures]:
-    """Measure a precision for each T. Collective."""
+    """Measure one precision for each number of tokens. Collective. `copy` is the speed of memory in
+    bytes a µs.
+    """
     config = job.config
     group = job.group
     experts = random_experts(config, dist.get_rank(group), device, precision)
@@ -124,7 +128,8 @@ def _measure(
     payload = Payload.FP8_OUT if precision is Precision.FP8 else Payload.PLAIN
     with ExpertParallel(payload.applied(config), group) as ep:
         for T in job.tokens:
-            # Ours, checked once more at the end.
+            # Time epmoe's layer, its experts alone, and the layer without them. The layer is
+            # checked when it is made, and once more behind the timing.
             layer = WholeLayer(ep, experts, T, job.routing, group)
             sides = (layer, experts_alone(layer), without_experts(layer))
             whole, alone, exchange = (_round_us(side, T, job) for side in sides)
@@ -143,13 +148,13 @@ def _measure(
             }
             ours = {"layer": whole, "experts": alone, "on_top": whole - alone, "exchange": exchange}
             results.append(case | {"side": f"epmoe, {experts.gemm}"} | ours)
-            # Peers, in the precisions that they take.
+            # Time the peers, in the precisions that they take.
             if precision in (Precision.PLAIN, Precision.FP8):
                 time_peer = partial(_round_us, tokens=T, job=job)
                 for name, us in contest.layers(layer, precision, time_peer):
                     job.log(f"{T} tokens, {precision}, {name}: layer {us:.1f} µs")
                     results.append(case | {"side": name, "layer": us})
-            # The graphs' pools would leave the next ones too little memory.
+            # Free the memory of this case's graphs, which the next case needs.
             del layer, sides
             if job.on_gpus:
                 torch.cuda.empty_cache()
@@ -158,6 +163,7 @@ def _measure(
 
 
 def _round_us(side: Side, tokens: int, job: Job) -> float:
+    """Time a round of `side` in µs: with CUDA graphs on GPUs, by the wall clock on the CPU."""
     if job.on_gpus:
         return round_us(side, job.repeats, job.group)
     rounds = max(1, min(_MOST_ROUNDS, 256 // max(tokens, 1)))

@@ -1,5 +1,9 @@
-"""What `bench --layer` compares: a MoE layer from logits to y, its experts alone, and the layer
-without its experts.
+"""The sides that `epmoe bench --layer` compares: a MoE layer from logits to y, its experts alone,
+and the layer without its experts.
+
+Letters in names and shapes: T counts the tokens of this rank, D is the hidden size, E counts the
+experts of the model, e those of this rank, K the experts of a token, N the rows that arrive, S the
+sampled tokens, F is the width of an expert, and n and k are the rows and columns of a weight.
 """
 
 from __future__ import annotations
@@ -27,11 +31,11 @@ from epmoe.local.weight_formats import FP8_BLOCKS, MXFP4_GROUPS, dequantize_weig
 from epmoe.native.arguments import FP8
 from epmoe.service import ExpertParallel
 
-# Dense rates of FLOP a µs by compute capability and bytes of an element. 9.0: NVIDIA's data sheet
-# of the H200 SXM (the H100 SXM has the same) says 1979 TFLOPS for bf16 and 3958 for fp8 with
-# sparsity, which doubles them.
+# How many FLOP a GPU computes in a µs with dense matrices, by compute capability and bytes of an
+# element. For 9.0, NVIDIA's data sheet of the H200 SXM says 1979 TFLOPS for bf16 and 3958 for fp8.
+# These are rates with sparsity, which are twice the dense ones. The H100 SXM has the same rates.
 DENSE_FLOP_PER_US = {((9, 0), 2): 989.5e6, ((9, 0), 1): 1979e6}
-# Copies of a series.
+# Copies in a series that measures the speed of memory.
 _COPIES = 5
 # Tokens of each rank whose y is compared with a reference.
 _SAMPLED = 4
@@ -52,19 +56,21 @@ class Precision(StrEnum):
     """rows in the model's dtype, weights are MXFP4"""
 
 
-# Dtypes of weights with scales.
+# The formats of weights with scales.
 _FORMATS = {Precision.FP8: FP8_BLOCKS, Precision.MXFP4: MXFP4_GROUPS}
 
 
 def problem_with(precision: Precision, config: EPConfig, device: torch.device) -> str | None:
-    """Why `precision` cannot be measured here, or None."""
+    """Say why `precision` cannot be measured with this configuration on this device, or return
+    None if it can.
+    """
     model = config.model
     is_on_cpu = device.type == "cpu"
     if precision is Precision.PLAIN:
         if config.experts.batch_invariant and not is_on_cpu:
             return "torch's GEMM is not batch invariant on GPUs"
         return None
-    # The others compute in bf16, in whole blocks.
+    # All other precisions compute in bf16, and their weights are made of whole blocks.
     if model.dtype != "bfloat16":
         return f"it computes in bfloat16, and `model.dtype` is {model.dtype}"
     D = model.hidden_size
@@ -79,7 +85,7 @@ def problem_with(precision: Precision, config: EPConfig, device: torch.device) -
         return "it dequantizes weights on this GPU"
     if is_on_cpu:
         return "DeepGEMM is for GPUs" if precision is Precision.PLAIN_DEEP_GEMM else None
-    # DeepGEMM takes such weights.
+    # DeepGEMM must take such weights.
     dtype = FP8 if precision is Precision.FP8 else torch.bfloat16
     shapes = [(1, n, k) for n, k in _shapes(config).values()]
     weights = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
@@ -93,7 +99,9 @@ def problem_with(precision: Precision, config: EPConfig, device: torch.device) -
 def random_experts(
     config: EPConfig, rank: int, device: torch.device, precision: Precision
 ) -> GroupedExperts:
-    """Make this rank's experts. The logical expert determines the weights, so copies are equal."""
+    """Make this rank's experts with random weights. Copies of a logical expert have the same
+    weights on all ranks.
+    """
     placement = config.place_experts()
     generator = torch.Generator(device)
     weight_format = _FORMATS.get(precision)
@@ -103,7 +111,7 @@ def random_experts(
     if weight_format is not None:
         dtype = weight_format.codes
         packed = weight_format.packed
-    # Memory for all experts.
+    # Allocate the weights and scales of all experts.
     shapes = _shapes(config)
     weights = {}
     scales = {}
@@ -112,21 +120,22 @@ def random_experts(
         if weight_format is not None:
             shape = weight_format.scales_shape(e, n, k)
             scales[name] = torch.empty(shape, dtype=weight_format.scale, device=device)
-    # Each expert by a seed of its own, of about unit variance.
+    # Fill one expert after the other. The logical expert is the seed, and outputs have a variance
+    # of about 1.
     for i, logical in enumerate(placement.logical_experts(rank)):
         generator.manual_seed(logical)
         for name, (n, k) in shapes.items():
             if weight_format is MXFP4_GROUPS:
                 weights[name][i].view(torch.uint8).random_(256, generator=generator)
-                # An exponent: about 1 / √k.
+                # A scale is an exponent of 2. The largest one stands for about 1 / √k.
                 middle = 127 - round(math.log2(k) / 2)
                 scales[name][i].view(torch.uint8).random_(middle - 3, middle, generator=generator)
                 continue
-            drawn = torch.randn(n, k, generator=generator, device=device) / k**0.5
+            plain = torch.randn(n, k, generator=generator, device=device) / k**0.5
             if weight_format is FP8_BLOCKS:
-                weights[name][i], scales[name][i] = quantize_weights(drawn)
+                weights[name][i], scales[name][i] = quantize_weights(plain)
             else:
-                weights[name][i] = drawn
+                weights[name][i] = plain
     gemm = "torch" if precision is Precision.PLAIN else "auto"
     options: dict[str, Any] = {f"{name}_scales": value for name, value in scales.items()}
     options |= {"gemm": gemm, "batch_invariant": config.experts.batch_invariant}
@@ -135,15 +144,15 @@ def random_experts(
 
 
 Handle = tuple[Dispatched, Tensor]
-"""What arrived, and the experts' outputs for it."""
+"""The open round, and the experts' outputs for its rows."""
 
 
 class WholeLayer(Side):
-    """The side that runs route, dispatch, experts and combine for T tokens of this rank. Logits are
-    made beforehand.
+    """The side that runs a whole layer for T tokens of this rank: route, dispatch, experts and
+    combine. The logits are made before.
 
-    Every y of a few tokens is compared with sums that all ranks compute without the exchange, each
-    over its experts.
+    `check` compares y of a few sampled tokens with a reference, for which all ranks compute these
+    tokens without the exchange, each with its own experts.
     """
 
     def __init__(
@@ -161,24 +170,25 @@ class WholeLayer(Side):
         model = ep.config.model
         R = ep.size
         rank = ep.rank
-        mine = slice(rank * tokens, (rank + 1) * tokens)
+        own_tokens = slice(rank * tokens, (rank + 1) * tokens)
         logits = simulate_logits(routing, R * tokens, model.num_experts, ep_size=R)
         x_TD = torch.randn(tokens, model.hidden_size, generator=torch.Generator().manual_seed(rank))
-        self.logits_TE = logits[mine].to(ep.device)
+        self.logits_TE = logits[own_tokens].to(ep.device)
         self.x_TD = x_TD.to(ep.device, model.torch_dtype)
         self.bias_E: Tensor | None = None
         if ep.config.routing.selection_bias:
             self.bias_E = torch.zeros(model.num_experts, device=ep.device)
-        # A few tokens, spread over the batch, are compared with a reference.
+        # Choose a few tokens, spread over the batch, to compare with a reference.
         self.sampled = torch.linspace(0, tokens - 1, min(tokens, _SAMPLED)).long().to(ep.device)
         self.expected_SD = self._expected()
         self.check()
 
     def routed(self) -> Routing:
-        """ids int32 [T, K] and weights fp32 [T, K]."""
+        """Run route. Returns ids int32 [T, K] and weights fp32 [T, K]."""
         return self.ep.route(self.logits_TE, self.bias_E)
 
     def sent(self) -> Dispatched:
+        """Run route and dispatch. Returns the open round."""
         routing = self.routed()
         aligned = self.experts.alignment > 1
         tag = int(self.ep.config.placement.live)
@@ -197,37 +207,45 @@ class WholeLayer(Side):
         return [*self.received(dispatched), *self.real_rows(outputs_ND)]
 
     def received(self, d: Dispatched) -> list[Tensor]:
-        """The rows that arrived, and their scales."""
+        """The rows that arrived in a round, and the scales of fp8 rows."""
         rows = self.real_rows(d.rows)
         if d.scales is not None:
             rows += self.real_rows(d.scales)
         return rows
 
     def real_rows(self, tensor_ND: Tensor) -> list[Tensor]:
-        """The rows of pairs, a part for each expert: nothing writes the rows between segments."""
-        parts = zip(self.starts_e, self.counts_e, strict=True)
-        return [tensor_ND[start : start + count] for start, count in parts if count]
+        """Cut the segment of each expert out of `tensor_ND`, without the gaps between segments:
+        the kernels write nothing there.
+        """
+        segments = zip(self.starts_e, self.counts_e, strict=True)
+        return [tensor_ND[start : start + count] for start, count in segments if count]
 
     def check(self) -> None:
-        # The second round must write again what the first leaves as NaN.
+        """Run two rounds, and raise RuntimeError on all ranks unless y is right in both.
+
+        The rows that arrived in the first round become NaN, so the second round must write them
+        again. This also sets `num_rows` and where the rows of each expert lie: `starts_e` and
+        `counts_e`.
+        """
         for _ in range(2):
-            handle = d, _ = self.out()
-            *self.starts_e, self.num_rows = d.expert_offsets.tolist()
-            self.counts_e = d.tokens_per_expert.tolist()
-            poison(self.received(d))
-            # Together: a rank that raised alone would end the round of the others.
-            right = self._is_right(self.back(handle))
-            if not everywhere(right, self.group):
-                raise self._wrong(self.name)
+            handle = self.out()
+            dispatched, _outputs = handle
+            *self.starts_e, self.num_rows = dispatched.expert_offsets.tolist()
+            self.counts_e = dispatched.tokens_per_expert.tolist()
+            poison(self.received(dispatched))
+            # A rank that raised alone would break the next round of the others.
+            is_right = self._is_right(self.back(handle))
+            if not everywhere(is_right, self.group):
+                raise self._error_of(self.name)
 
     def floor_us(self, copy: float) -> float:
-        """The least µs of this rank's experts: to read their weights, or to compute, whichever
-        takes longer.
+        """Compute the least time that this rank's experts can take, in µs: the time to read their
+        weights or the time to compute, whichever is longer.
 
-        copy: bytes a µs that a copy reads and writes. Where the rate of computing is not known, to
-        read.
+        `copy` is the speed of memory: how many bytes a copy reads and writes in a µs. Where the
+        speed of computing is not known, the time to read counts alone.
         """
-        # To read the weights and scales of experts that have rows.
+        # Reading takes the weights and scales of all experts that have rows.
         expert_bytes = 0
         for name in ("w_gate_up", "w_down", "gate_up_scales", "down_scales"):
             weight = getattr(self.experts, name)
@@ -235,7 +253,8 @@ class WholeLayer(Side):
                 expert_bytes += weight[0].numel() * weight.element_size()
         num_busy = sum(count > 0 for count in self.counts_e)
         read_us = num_busy * expert_bytes / copy
-        # To compute three products, a multiply and an add each.
+        # Computing takes three products for each row, with a multiplication and an addition for
+        # each of the D · F elements of a weight.
         w_down = self.experts.w_down
         _, D, f = plain_shape(w_down)
         flop = 6 * D * f * sum(self.counts_e)
@@ -245,30 +264,34 @@ class WholeLayer(Side):
         return max(read_us, flop / rate)
 
     def check_output(self, name: str, y_TD: Tensor) -> None:
-        """Raise RuntimeError unless y is right for the sampled tokens, to the precision of the
-        experts.
+        """Raise RuntimeError, which names the layer `name`, unless y is right for the sampled
+        tokens. Errors may be as large as the precision of the experts allows.
         """
         if not self._is_right(y_TD):
-            raise self._wrong(name)
+            raise self._error_of(name)
 
     def _is_right(self, y_TD: Tensor) -> bool:
+        """Whether y of the sampled tokens agrees with the reference."""
         y_SD = y_TD[self.sampled].float()
         error_S = (y_SD - self.expected_SD).norm(dim=1)
         norm_S = self.expected_SD.norm(dim=1)
         limit = 0.1 if self.experts.is_fp8 else max(4 * torch.finfo(self.x_TD.dtype).eps, 1e-4)
-        # Also False where an error is NaN.
+        # A comparison with NaN is False, so NaN in y counts as an error.
         return bool((error_S <= limit * norm_S).all())
 
-    def _wrong(self, name: str) -> RuntimeError:
+    def _error_of(self, name: str) -> RuntimeError:
         return RuntimeError(f"{name}: y is not the weighted sum over the token's experts")
 
     def _expected(self) -> Tensor:
-        """Compute y of the sampled tokens, fp32 [S, D]. Each rank adds the share of its experts for
-        the tokens of all.
+        """Compute y of this rank's sampled tokens without the exchange: fp32 [S, D]. Collective.
+
+        All ranks gather the sampled tokens of all ranks. Each rank computes the share of its own
+        experts for all of them, and the shares are added up.
         """
         ep = self.ep
         E = ep.config.model.num_experts
-        # The logical experts of this rank, without copies: each counts once.
+        # Find the local index of each logical expert, −1 on other ranks. Copies are left out, so
+        # that each expert counts once over all ranks.
         local_E = torch.full((E,), -1, device=ep.device)
         for i, physical in enumerate(ep.placement.local_experts(ep.rank)):
             if physical < E:
@@ -280,7 +303,9 @@ class WholeLayer(Side):
         return total.tensor_split(ep.size)[ep.rank].to(ep.device)
 
     def _expert(self, rows_nD: Tensor, index: int) -> Tensor:
-        """What a local expert computes, by the reference."""
+        """Compute one local expert by the reference, for n rows of D values. `index` is its local
+        index.
+        """
 
         def weights(name: str) -> Tensor:
             weight = getattr(self.experts, f"w_{name}")[index]
@@ -292,44 +317,53 @@ class WholeLayer(Side):
         return swiglu_reference(weights("gate_up"), weights("down"))(rows_nD, 0)
 
     def _gathered(self, tensor: Tensor) -> Tensor:
-        """The rows of all ranks. Collective."""
+        """Gather a tensor of all ranks, one behind the other in rank order. Collective."""
         parts = [torch.empty(tensor.shape, dtype=tensor.dtype) for _ in range(self.ep.size)]
         dist.all_gather(parts, tensor.cpu().contiguous(), group=self.group)
         return torch.cat(parts).to(self.ep.device)
 
 
 def experts_alone(layer: WholeLayer) -> Side:
-    """The side that runs the experts on the rows of a round. Rows past the last segment are NaN."""
-    d = layer.sent()
-    rows_ND = d.rows.clone()
-    offsets = d.expert_offsets.clone()
-    scales = None if d.scales is None else d.scales.clone()
-    segments = d.segments | {"tokens_per_expert": d.tokens_per_expert.clone()}
-    layer.back((d, layer.experts(d.rows, d.expert_offsets, d.scales, **d.segments)))
+    """Make a side that runs the experts on copies of the rows that a round has brought. Rows behind
+    the last segment are NaN, since experts must not depend on them.
+    """
+    dispatched = layer.sent()
+    rows_ND = dispatched.rows.clone()
+    offsets = dispatched.expert_offsets.clone()
+    scales = None if dispatched.scales is None else dispatched.scales.clone()
+    tokens_per_expert = dispatched.tokens_per_expert.clone()
+    segments = dispatched.segments | {"tokens_per_expert": tokens_per_expert}
+    # The open round is combined as usual, so that the next one can open.
+    outputs_ND = layer.experts(
+        dispatched.rows, dispatched.expert_offsets, dispatched.scales, **dispatched.segments
+    )
+    layer.back((dispatched, outputs_ND))
     poison([rows_ND[layer.num_rows :]])
     return Calls(
-        "the experts",
-        lambda: layer.experts(rows_ND, offsets, scales, **segments),
-        lambda y_ND: y_ND[:0],  # no kernel
-        layer.real_rows,
+        name="the experts",
+        out=lambda: layer.experts(rows_ND, offsets, scales, **segments),
+        back=lambda y_ND: y_ND[:0],  # launches no kernel
+        arrived=layer.real_rows,
     )
 
 
 def without_experts(layer: WholeLayer) -> Side:
-    """route, dispatch and combine. The experts' outputs are computed before the timing."""
+    """Make a side that runs route, dispatch and combine. The experts' outputs are computed before
+    the timing.
+    """
     handle = layer.out()
     outputs_ND = handle[1].clone()
     layer.back(handle)
     return Calls(
-        "the layer without experts",
-        lambda: (layer.sent(), outputs_ND),
-        layer.back,
-        lambda handle: layer.received(handle[0]),
+        name="the layer without experts",
+        out=lambda: (layer.sent(), outputs_ND),
+        back=layer.back,
+        arrived=lambda handle: layer.received(handle[0]),
     )
 
 
 def _shapes(config: EPConfig) -> dict[str, tuple[int, int]]:
-    """Rows and columns of an expert's weights."""
+    """The numbers of rows and columns of an expert's two weights, by their names."""
     D = config.model.hidden_size
     f = config.model.intermediate_size
     assert f is not None, "`run` has checked it"
@@ -337,8 +371,8 @@ def _shapes(config: EPConfig) -> dict[str, tuple[int, int]]:
 
 
 def copy_bytes_per_us(device: torch.device) -> float:
-    """Measure the bytes a µs that copies within `device` read and write: the fastest of a few
-    series.
+    """Measure the speed of memory: how many bytes copies within `device` read and write in a µs.
+    The fastest of three series counts.
     """
     on_gpu = device.type == "cuda"
     size = 1 << (30 if on_gpu else 25)
@@ -354,7 +388,7 @@ def copy_bytes_per_us(device: torch.device) -> float:
         return min(elapsed_us(copies, on_gpu) for _ in range(3)) / _COPIES
 
     us = fastest_us()
-    # Windows need the room.
+    # Free the memory of the copies, which windows need later.
     if on_gpu:
         torch.cuda.empty_cache()
     return 2 * size / us

@@ -1,9 +1,9 @@
-"""Peers: exchanges and whole layers of other libraries, timed and checked like ours, on the same
-routing in one run.
+"""Times and checks exchanges and whole layers of other libraries, beside epmoe's and on the same
+routing. Such a library is called a peer.
 
-A driver is a Python file whose list `PEERS` holds objects of `Peer`; `epmoe bench --peers FOLDER`
-runs all drivers of a folder. A peer that is absent, or that does not take a case, is left out, and
-the report says why.
+A driver is a Python file whose list `PEERS` holds objects of `Peer`. `epmoe bench --peers FOLDER`
+runs all drivers of a folder. A peer that is not installed, or that does not take a case, is left
+out, and the report says why.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ _T = TypeVar("_T")
 
 
 class LeftOut(Exception):
-    """A peer does not take a case; the message says why."""
+    """A driver raises this where its library does not take a case. The message says why."""
 
 
 class Peer:
     """One library. A driver overrides `version`, and `exchange` or `layer` or both.
 
-    The placement is linear, with as many experts on each rank and no copies. Every rank has at
-    least one token. The methods may raise anything, even on one rank alone: the peer is then left
-    out on all, with the first line of the error as the reason.
+    The placement is linear: each rank has the same number of experts, in order, and there are no
+    copies. Every rank has at least one token. The methods may raise anything, even on one rank
+    alone. The peer is then left out on all ranks, with the first line of the error as the reason.
     """
 
     name: str
-    """in tables"""
+    """the name in tables"""
     install: str
-    """named where the library is absent"""
+    """what to install, for the report where the library is absent"""
 
     def version(self) -> str:
-        """The version that runs. Raises ImportError, where the library is absent or
-        does not load.
+        """The version of the library. Raises ImportError if the library is absent or does not
+        load.
         """
         raise NotImplementedError
 
     def exchange(
         self, sample: Sample, payload: Payload, group: dist.ProcessGroup
     ) -> AbstractContextManager[ExchangeSide]:
-        """A side that exchanges the tokens of `sample`. Collective. Raises LeftOut without such a
-        payload.
+        """Make a side that exchanges the tokens of `sample`. Collective. Raises LeftOut if the
+        library has no such payload.
         """
         raise NotImplementedError
 
@@ -74,16 +74,16 @@ class Peer:
 
 
 class _GivenUp(Exception):
-    """A rank could not take a step, so all leave the peer out."""
+    """A step has failed on at least one rank, so all ranks leave the peer out."""
 
 
 class Contest:
-    """The peers of a run that have a `method`. `left_out` has the first reason why each other peer
-    is missing, by its name.
+    """Runs the peers that offer `method`, which is "exchange" or "layer".
 
-    All methods are collective. A peer that raises on one rank is left out on all: ranks agree after
-    each step, before one of them waits for a rank that has given up. What a library does within a
-    step is its own.
+    All methods are collective. A peer that raises on one rank is left out on all ranks. For that
+    the ranks agree after each step of a peer, before any of them waits for a rank that has given
+    up. They cannot agree while a library is within a step. `left_out` has the first reason why a
+    peer is missing, by the peer's name.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Contest:
         self.left_out = dict[str, str]()
         self._present: dict[str, Peer] = {}
         for peer in peers:
-            # A peer that does not offer the method need not be loaded.
+            # A peer that does not offer the method is never loaded.
             if getattr(type(peer), method) is not getattr(Peer, method):
                 with suppress(_GivenUp):
                     version = self._step(peer.name, peer.version, peer.install)
@@ -102,9 +102,11 @@ class Contest:
     def exchanges(
         self, sample: Sample, payload: Payload, time: Callable[[Side], _T]
     ) -> Iterator[tuple[str, _T]]:
+        """Check the exchange of each peer, and yield its name and what `time` says of it."""
+
         def checked(name: str, side: ExchangeSide) -> Side:
             side.name = name
-            # Rows may arrive in another order.
+            # A peer's rows may arrive in another order in each round.
             side.exact = False
             side.check()
             return side
@@ -117,9 +119,10 @@ class Contest:
     def layers(
         self, case: WholeLayer, precision: str, time: Callable[[Side], _T]
     ) -> Iterator[tuple[str, _T]]:
-        """Time the layer of each peer, and check its outputs."""
+        """Check the layer of each peer, and yield its name and what `time` says of it."""
 
         def checked(name: str, run: Callable[[], Tensor]) -> Side:
+            # y may be the same tensor in every call, so the second call must write it again.
             poison([run()])
             case.check_output(name, run())
             return Calls(name, run, exact=False)
@@ -142,7 +145,12 @@ class Contest:
         checked: Callable[[str, Any], Side],
         time: Callable[[Side], _T],
     ) -> Iterator[tuple[str, _T]]:
-        """Time each peer. After a failed step, things stay open, since closing is collective."""
+        """Open, check, time and close each peer, and yield its name and its figures.
+
+        `enter` opens a peer, `checked` makes a side of what was opened, and `time` takes its times.
+        `case` names the case in `left_out`. After a step that has failed on any rank, the peer
+        stays open, because closing it is collective and may wait for the rank that has failed.
+        """
         E = placement.num_experts
         R = placement.ep_size
         if E % R or placement != Placement.build(E, R):
@@ -154,7 +162,7 @@ class Contest:
         for name, peer in self._present.items() if tokens else ():
             step = partial(self._step, f"{name}, {case}")
             with suppress(_GivenUp), ExitStack() as stack:
-                # Open, check, measure and close, each on all ranks or on none.
+                # Each of these steps succeeds on all ranks, or the peer is left out.
                 opened = step(lambda stack=stack, peer=peer: stack.enter_context(enter(peer)))  # type: ignore[misc]
                 side = step(partial(checked, name, opened))
                 figures = step(partial(time, side))
@@ -162,8 +170,10 @@ class Contest:
                 yield name, figures
 
     def _step(self, name: str, do: Callable[[], _T], install: str = "") -> _T:
-        """Return what `do` returns. If it raises on one rank, keep the reason and raise _GivenUp on
-        all.
+        """Call `do` and return its result. If `do` raises on any rank, keep the reason under `name`
+        and raise _GivenUp on all ranks.
+
+        `install` is what to install where `do` raises an ImportError.
         """
         problem = ""
         try:
@@ -171,22 +181,22 @@ class Contest:
         except LeftOut as error:
             problem = str(error)
         except Exception as error:
-            # Whatever a library raises, the run continues without it.
+            # Whatever a library raises, the benchmark continues without it.
             problem = repr(error)
             if isinstance(error, ImportError) and install:
                 problem = f"needs {install}: {error}"
-        # The first rank's reason counts for all.
-        problems = [each for each in Peers.of(self.group).all_gather(problem) if each]
-        if problems:
-            reason = problems[0]
+        # All ranks keep the reason of the first rank that has one.
+        problems = Peers.of(self.group).all_gather(problem)
+        reason = next(filter(None, problems), "")
+        if reason:
             self.left_out.setdefault(name, reason.partition("\n")[0])
             raise _GivenUp
         return made
 
 
 def load(path: Path) -> list[Peer]:
-    """The peers of a driver, or of all drivers of a folder by their names. Raises ValueError if
-    there are none.
+    """Load the peers of a driver, or of all drivers of a folder in the order of their names. Raises
+    ValueError if there are none.
     """
     files = [path] if path.suffix == ".py" else sorted(path.glob("[!_]*.py"))
     peers: list[Peer] = []

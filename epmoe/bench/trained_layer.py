@@ -1,5 +1,8 @@
-"""What `bench --training` compares: a whole layer, forward and backward, over our exchange and over
-torch's calls.
+"""The sides that `epmoe bench --training` compares: a whole layer, forward and backward, over
+epmoe's exchange and over torch's `all_to_all_single`.
+
+Letters in names and shapes: T counts the tokens of this rank, D is the hidden size, E counts the
+experts of the model, K the experts of a token, and N the rows that arrive.
 """
 
 from __future__ import annotations
@@ -19,16 +22,20 @@ from epmoe.local.simulate import Kind, simulate_logits
 from epmoe.training import TrainingExchange, route
 
 Through = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Takes tokens [T, D], ids [T, K] and weights [T, K] to their experts; returns y [T, D]."""
+"""The part of a layer behind the router: it takes tokens [T, D], ids [T, K] and weights [T, K],
+runs dispatch, experts and combine, and returns y [T, D].
+"""
 
 
 class TrainedLayer(Side):
-    """The side with router, exchange and experts of T tokens of this rank: `out` is the forward
-    pass, `back` the backward pass.
+    """The side of a layer with router, exchange and experts, for T tokens of this rank. `out` is
+    the forward pass, and `back` the backward pass.
 
-    The router reads the logits, which are simulated, from the first E items of a token.
+    The logits are simulated, so that the routing is that of the benchmark. They are written into
+    the first E values of each token, from where the router reads them.
     """
 
+    # The host needs longer to enqueue a pass than to enqueue a round.
     head_start_ms = 5
 
     def __init__(
@@ -41,13 +48,14 @@ class TrainedLayer(Side):
         self.sample = sample
         self.through = through
         self.options = sample.config.routing.options | {"top_k": model.num_experts_per_tok}
-        # The logits are the first items of a token, which an identity as router reads.
-        mine = slice(sample.rank * T, (sample.rank + 1) * T)
-        logits_TE = simulate_logits(routing, R * T, model.num_experts, ep_size=R)[mine]
-        items = min(sample.hidden, model.num_experts)
+        # Write the logits into the first values of each token. The router is an identity matrix,
+        # which reads them from there. They are clamped, because −Inf times the zeros of the router
+        # would be NaN.
+        own_tokens = slice(sample.rank * T, (sample.rank + 1) * T)
+        logits_TE = simulate_logits(routing, R * T, model.num_experts, ep_size=R)[own_tokens]
+        num_logits = min(sample.hidden, model.num_experts)
         x_TD = sample.x_TD.detach().clone()
-        # Clamped: −Inf times the router's zeros would be NaN.
-        x_TD[:, :items] = logits_TE[:, :items].clamp(min=-64).to(x_TD)
+        x_TD[:, :num_logits] = logits_TE[:, :num_logits].clamp(min=-64).to(x_TD)
         generator = torch.Generator().manual_seed(sample.rank)
         self.grad_TD = torch.randn(x_TD.shape, generator=generator).to(x_TD)
         self.x_TD = x_TD.requires_grad_()
@@ -66,12 +74,14 @@ class TrainedLayer(Side):
         return [y_TD.detach()]
 
     def results(self) -> list[Tensor]:
-        """y and all gradients of one pass."""
+        """Run one pass. Returns y and all gradients."""
         y_TD = self.out()
         return [*self.arrived(y_TD), *self.back(y_TD)]
 
     def memory_bytes(self) -> int:
-        """Bytes of a GPU that a pass takes at most, with inputs, weights and gradients."""
+        """Run one pass, and find how many bytes of a GPU it takes at most. Inputs, weights and
+        gradients are included.
+        """
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -81,22 +91,26 @@ class TrainedLayer(Side):
 
 
 class EagerLayer(Side):
-    """A `MoELayer` with the tokens and weights of a `TrainedLayer`, over the same exchange. Its
-    experts share the memory of `experts`.
+    """The side of a `MoELayer`, as users have it, with the tokens and weights of a `TrainedLayer`
+    and over the same exchange. Its experts share the memory of `experts`.
 
-    Raises ValueError if the config's layer needs more than these experts and this router.
+    `rows` is the number of rows that arrive. Raises ValueError if the layer of the configuration
+    needs more than these experts and this router.
     """
 
     def __init__(
         self, layer: TrainedLayer, exchange: TrainingExchange, experts: GroupedExperts, rows: int
     ) -> None:
-        # In a layer over several ranks parameters become DTensors, which those of `layer` stay not.
-        twin = GroupedExperts(
+        # A `MoELayer` over several ranks turns the parameters of its experts into DTensors. So it
+        # gets experts of its own: the parameters of `experts` must stay plain tensors.
+        layer_experts = GroupedExperts(
             experts.w_gate_up.detach(), experts.w_down.detach(), gemm=experts.wanted
         )
         router_ED = layer.router_ED.detach()
         self.name = "the layer, eager"
-        self.layer = MoELayer(exchange.ep, router_ED, twin, exchange=exchange, num_rows=rows)
+        self.layer = MoELayer(
+            exchange.ep, router_ED, layer_experts, exchange=exchange, num_rows=rows
+        )
         self.x_TD = layer.x_TD
         self.grad_TD = layer.grad_TD
         self.inputs = [self.x_TD, *self.layer.requires_grad_().parameters()]
@@ -110,8 +124,10 @@ class EagerLayer(Side):
 
 
 class OverExchange:
-    """A `Through` that goes as a `MoELayer` does, with as many static rows as arrive. The first
-    call counts these.
+    """A `Through` over epmoe's exchange, with the same calls as a `MoELayer`.
+
+    The first call counts the rows that arrive, for which the host waits. Later calls return this
+    number of rows, so that they can be captured into CUDA graphs.
     """
 
     def __init__(self, exchange: TrainingExchange, experts: GroupedExperts) -> None:
@@ -131,7 +147,9 @@ class OverExchange:
 
 
 def over_all_to_all(pairs: AllToAll, experts: GroupedExperts) -> Through:
-    """`Through` with a row for each pair, over torch's calls."""
+    """Make a `Through` over torch's `all_to_all_single`, with a row for each pair of a token and an
+    expert.
+    """
 
     def through(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         sent = pairs.sent(x_TD, ids_TK)
@@ -142,8 +160,11 @@ def over_all_to_all(pairs: AllToAll, experts: GroupedExperts) -> Through:
 
 
 def pass_figures(layer: TrainedLayer, forward: float, backward: float) -> dict[str, float]:
-    """Make the figures of a layer, by the keys of the columns, from µs of both passes."""
-    # Three products of a pair, a multiply and an add each; backward has twice as many.
+    """Make the figures of a layer, by the keys of the columns. `forward` and `backward` are the
+    times of the two passes in µs.
+    """
+    # Each pair of a token and an expert takes three products, with a multiplication and an addition
+    # for each element of a weight. The backward pass takes twice as many.
     model = layer.sample.config.model
     pairs = layer.sample.tokens * model.num_experts_per_tok
     flop = 6 * pairs * model.hidden_size * (model.intermediate_size or 0)
@@ -157,9 +178,11 @@ def pass_figures(layer: TrainedLayer, forward: float, backward: float) -> dict[s
 
 
 def in_memory_order(gradients: Iterable[Tensor]) -> list[Tensor]:
-    """The same memory, contiguous: a GEMM may return the gradient of a weight transposed."""
+    """View gradients with their dimensions in the order of memory, so that they are contiguous. A
+    GEMM may return the gradient of a weight transposed.
+    """
     ordered = []
-    for each in gradients:
-        dims = sorted(range(each.ndim), key=each.stride, reverse=True)
-        ordered.append(each.permute(dims))
+    for gradient in gradients:
+        dims = sorted(range(gradient.ndim), key=gradient.stride, reverse=True)
+        ordered.append(gradient.permute(dims))
     return ordered

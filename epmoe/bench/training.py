@@ -1,9 +1,10 @@
-"""Times forward and backward: the exchange alone, a whole layer, both over torch's all-to-all too,
-and experts alone.
+"""Times forward and backward passes: of the exchange alone, of a whole layer, and of the experts
+alone. The exchange and the layer are also measured over torch's `all_to_all_single`.
 
-On GPUs CUDA graphs of passes are replayed, and their gradients must equal those of an eager pass
-bit by bit. A `MoELayer` is called without graphs, too, as most training loops do. all-to-all reads
-its counts on the host, so it runs eagerly; its gradients must be close to those of the exchange.
+On GPUs CUDA graphs of passes are replayed, and their gradients must have the same bits as those of
+a pass without a graph. A `MoELayer` is also called without graphs, as most training loops do.
+`all_to_all_single` needs counts on the host, so it runs without graphs. Its gradients must be close
+to those of epmoe's exchange.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from epmoe.training import TrainingExchange
 from epmoe.training.exchange import WeightsOn
 
 DEFAULT_TOKENS = (1, 16, 128, 512, 4096)
-# Passes of a graph, whose gradients share memory.
+# Passes in a graph. The gradients of all passes share memory.
 _CAPTURED = 8
-# Passes of an eager sample.
+# Passes in a sample without a graph.
 _EAGER = 5
 _TIMES = (
     Column(
@@ -96,7 +97,11 @@ _T = TypeVar("_T")
 
 
 class Passes:
-    """T tokens of this rank, their routing, and as many rows as arrive on it."""
+    """The forward and backward passes that are measured for T tokens of this rank.
+
+    A first round counts the rows that arrive, `num_rows`, and keeps them in `rows`. Each pass
+    returns its gradients.
+    """
 
     def __init__(
         self,
@@ -116,7 +121,8 @@ class Passes:
         self.ids = sample.ids_TK
         generator = torch.Generator().manual_seed(ep.rank)
         self.grad = torch.randn(sample.x_TD.shape, generator=generator).to(self.x)
-        # A first round counts the rows that arrive. Graphs take as many, and experts alone theirs.
+        # Run a first round. Graphs later ask for as many rows, and `alone` takes the rows
+        # themselves.
         with torch.no_grad():
             routed = self.exchange.dispatch(self.x, self.ids, self.weights, weights_on="rows")
             self.exchange.combine(routed.rows, routed)
@@ -127,27 +133,35 @@ class Passes:
         self.grad_weights = torch.linspace(-1, 1, self.num_rows, device=ep.device)
 
     def exchanged(self, weights_on: WeightsOn) -> Sequence[Tensor]:
-        """Run the exchange with experts that return their rows."""
+        """Run dispatch and combine, forward and backward, with experts that return their rows
+        unchanged. Returns the gradients of the tokens and of the weights.
+
+        `weights_on` says whether the weights are applied by the experts ("rows") or in combine.
+        """
         routed = self.exchange.dispatch(
             self.x, self.ids, self.weights, weights_on=weights_on, num_rows=self.num_rows
         )
-        # Experts that return their rows.
+        # The rows that arrived are the experts' outputs.
         y = self.exchange.combine(routed.rows, routed)
         if routed.row_weights is None:
             return torch.autograd.grad(y, (self.x, self.weights), self.grad)
-        # The gradients that experts would return if they applied the weights.
+        # Experts that apply the weights also return gradients for them: fixed values stand in.
         outputs = (y, routed.row_weights)
         gradients = (self.grad, self.grad_weights)
         return torch.autograd.grad(outputs, (self.x, self.weights), gradients)
 
     def all_to_all(self) -> Sequence[Tensor]:
-        """The exchange in torch's calls, which `AllToAll` tells."""
+        """Run the same passes over torch's `all_to_all_single`, as `AllToAll` describes it. Returns
+        the gradients of the tokens and of the weights.
+        """
         sent = self.pairs.sent(self.x, self.ids)
         y = self.pairs.summed(sent.rows, self.weights, sent)
         return torch.autograd.grad(y, (self.x, self.weights), self.grad)
 
     def alone(self) -> Sequence[Tensor]:
-        """The experts on the rows that arrived, whose gradients are the rows themselves."""
+        """Run the experts alone on the rows that arrived. The rows also stand in for the gradients
+        of the outputs. Returns the gradients of rows, weights and parameters.
+        """
         assert self.experts is not None and self.row_weights is not None
         rows = self.rows.requires_grad_()
         weights = self.row_weights.requires_grad_()
@@ -157,8 +171,10 @@ class Passes:
 
 
 def run(job: Job, payload: PayloadName = "auto") -> Report:
-    """Measure each T. Collective. Raises RuntimeError if gradients are wrong, ValueError as
-    `TrainingExchange` does.
+    """Measure all passes for each number of tokens. Collective.
+
+    `payload` is the format of the rows of the forward pass. Raises RuntimeError if gradients are
+    wrong, and the ValueErrors of `TrainingExchange`.
     """
     config = job.config
     results = list[Figures]()
@@ -172,11 +188,11 @@ def run(job: Job, payload: PayloadName = "auto") -> Report:
             sample = Sample(config, ep.rank, T, job.routing, ep.device)
             passes = Passes(ep, sample, experts, job.group, payload)
             _check("all-to-all", passes.all_to_all(), passes.exchanged("combine"), passes, job)
-            # The exchange, over ours and over torch's calls.
+            # Time the exchange, epmoe's and that over torch's calls.
             ours = {"rows": _us(partial(passes.exchanged, "rows"), job)}
             ours["combine"] = _us(partial(passes.exchanged, "combine"), job)
             theirs = {"combine": _us(passes.all_to_all, job, captured=False)}
-            # The experts, and a layer over each.
+            # Time the experts, and a layer over each of the two exchanges.
             if experts is not None:
                 ours["experts"] = _us(passes.alone, job)
                 ours["share"] = ours["rows"] / ours["experts"]
@@ -186,40 +202,44 @@ def run(job: Job, payload: PayloadName = "auto") -> Report:
             ep.check()
             for side, figures in ((OURS, ours), (TORCH, theirs)):
                 results.append({"tokens": T, "side": side, **figures})
-                words = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
-                job.log(f"{T} tokens, {side}: {words}")
-            # The graphs' pools would leave the next ones too little memory.
+                text = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
+                job.log(f"{T} tokens, {side}: {text}")
+            # Free the memory of these graphs, which the next ones need.
             if job.on_gpus:
                 torch.cuda.empty_cache()
             job.advance()
     plotted = [column.key for column in _TIMES]
     return Report(
-        "training",
-        (TOKENS, SIDE, *_TIMES, *_FIGURES),
-        results,
-        left_out,
-        plotted,
-        "forward + backward, µs",
+        benchmark="training",
+        columns=(TOKENS, SIDE, *_TIMES, *_FIGURES),
+        results=results,
+        left_out=left_out,
+        plotted=plotted,
+        what="forward + backward, µs",
     )
 
 
 def _layers(
     passes: Passes, experts: GroupedExperts, job: Job, left_out: dict[str, str]
 ) -> Iterator[Figures]:
-    """Measure a layer over our exchange, and one over torch's calls."""
+    """Measure a layer over epmoe's exchange, then one over torch's calls, and yield the figures of
+    each. `left_out` gets the reasons why figures are missing.
+    """
     layer = partial(TrainedLayer, sample=passes.sample, routing=job.routing, experts=experts)
     ours = layer("the layer", through=OverExchange(passes.exchange, experts))
     theirs = layer("the layer over all-to-all", through=over_all_to_all(passes.pairs, experts))
-    # `all_to_all` takes the first copy of an expert.
+    # Check the second layer against the first. It always takes the first copy of an expert, so
+    # with copies the gradients of the experts' weights differ. Then only y and the gradients of x
+    # and of the router are compared.
     has_copies = passes.sample.placement.num_physical_experts > job.config.model.num_experts
     wanted = ours.results()
     got = theirs.results()
-    # Then gradients of weights differ by copy: y and those of x and of the router are left.
     if has_copies:
         got = got[:3]
     _check(theirs.name, got, wanted, passes, job)
-    # Gigabytes.
+    # Free the results, which may be gigabytes, before memory is measured.
     del wanted, got
+    # Time both. The first layer also needs the memory of the windows.
     for side, captured, windows in (
         (ours, True, passes.exchange.ep.memory_plan().total_bytes),
         (theirs, False, 0),
@@ -239,7 +259,9 @@ def _eager(
     job: Job,
     left_out: dict[str, str],
 ) -> Figures:
-    """Measure a `MoELayer` without graphs, or say why there are no figures."""
+    """Time a `MoELayer` without graphs. If the configuration's layer cannot be made, `left_out`
+    gets the reason, and there are no figures.
+    """
     try:
         eager = EagerLayer(layer, passes.exchange, experts, passes.num_rows)
     except ValueError as error:
@@ -252,8 +274,8 @@ def _eager(
 def _check(
     name: str, got: Sequence[Tensor], wanted: Sequence[Tensor], passes: Passes, job: Job
 ) -> None:
-    """Raise RuntimeError on all ranks unless results agree, to the precision of rows and of the
-    payload.
+    """Raise RuntimeError on all ranks unless two lists of results agree on all ranks. Errors may be
+    as large as the rounding of the rows' dtype and of the payload.
     """
     limit = max(4 * torch.finfo(passes.x.dtype).eps, 1e-4)
     element = TRAINING_FORMATS[passes.payload].element
@@ -263,7 +285,7 @@ def _check(
     def close(a: Tensor, b: Tensor) -> bool:
         error = (a - b).norm(dtype=torch.float32)
         norm = b.norm(dtype=torch.float32)
-        # Where a gradient vanishes, only rounding is left. A NaN compares as False.
+        # The constant allows for rounding where a gradient is 0. A comparison with NaN is False.
         return bool(error <= limit * norm + 1e-6)
 
     if not everywhere(all(map(close, got, wanted)), job.group):
@@ -271,12 +293,16 @@ def _check(
 
 
 def _us(run: Callable[[], Sequence[Tensor]], job: Job, *, captured: bool = True) -> float:
-    """Microseconds of `run`, a forward and backward pass that returns gradients."""
-    return _timed(round_us, Calls("a pass", run, in_memory_order, head_start_ms=5), job, captured)
+    """Time `run` in µs: a forward and a backward pass, which returns gradients."""
+    side = Calls(name="a pass", out=run, back=in_memory_order, head_start_ms=5)
+    return _timed(round_us, side, job, captured)
 
 
 def _timed(time: Callable[..., _T], side: Side, job: Job, captured: bool) -> _T:
-    """What `time` of `epmoe.bench.timing` says of `side`."""
+    """Time `side` by the function `time` of `epmoe.bench.timing`: with a CUDA graph if it is to be
+    `captured` and runs on GPUs, otherwise without.
+    """
     if job.on_gpus and captured:
         return time(side, job.repeats, job.group, rounds=_CAPTURED)
-    return time(side, job.repeats, job.group, rounds=_EAGER, how="eager" if job.on_gpus else "cpu")
+    how = "eager" if job.on_gpus else "cpu"
+    return time(side, job.repeats, job.group, rounds=_EAGER, how=how)

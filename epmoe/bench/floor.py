@@ -137,7 +137,7 @@ class Floor(Side):
         self.raise_if_missed()
 
     def raise_if_missed(self) -> None:
-        """Raise RuntimeError if a flag has not come before its deadline: the times are void then."""
+        """Raise RuntimeError if a flag has missed its deadline: the times are void then."""
         missed = self.window.states[:, 2].tolist()
         if any(missed):
             raise RuntimeError(

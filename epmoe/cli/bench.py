@@ -32,13 +32,13 @@ from epmoe.config.config import EPConfig
 from epmoe.local.simulate import Kind
 from epmoe.native.formats import PayloadName
 
-# Options, and others that do not go with them.
+# Options, each with the options that must not be given beside it.
 _WITHOUT = {
     "--host": ("--training", "--layer", "--eager", "--peers", "--side", "--payload"),
     "--training": ("--layer", "--eager", "--peers", "--side"),
     "--layer": ("--side", "--payload", "--eager"),
 }
-# Options for GPUs. With the option behind the colon they are for CPUs, too.
+# Options that are for GPUs. Beside the option on the right they are for CPUs, too.
 _FOR_GPUS = {"--side": "", "--payload": "--training", "--eager": "", "--peers": "--layer"}
 
 
@@ -47,7 +47,7 @@ class _Chosen(NamedTuple):
 
     benchmark: Benchmark
     steps_by_count: int
-    """steps of the progress bar for each number of tokens"""
+    """how many steps the progress bar has for each number of tokens"""
 
 
 def bench(
@@ -125,39 +125,40 @@ def bench(
     parsed = load(config, nproc)
     check_output("--json", as_json, (".json",))
     check_output("--plot", plot, (".png", ".svg", ".pdf"))
-    # Check that options go together, and with the configuration.
-    given = {
+    # Check that the options that were typed go together, and with the configuration.
+    typed_options = {
         option.opts[0] for option in context.command.params if context.params[option.name or ""]
     }
     on_gpus = parsed.exchange.transport == "nvlink"
-    _check_options(given, on_gpus)
+    _check_options(typed_options, on_gpus)
     _check_config(parsed, routing)
-    usual: Sequence[int] = cpu.DEFAULT_TOKENS
+    # Choose the numbers of tokens.
+    default_tokens: Sequence[int] = cpu.DEFAULT_TOKENS
     if host_alone:
-        usual = host.DEFAULT_TOKENS
+        default_tokens = host.DEFAULT_TOKENS
     elif on_gpus and (whole_layer or passes):
-        usual = layer.DEFAULT_TOKENS
+        default_tokens = layer.DEFAULT_TOKENS
     elif on_gpus:
-        usual = gpu.DEFAULT_TOKENS
-    counts = _token_counts(parsed, tokens, usual)
+        default_tokens = gpu.DEFAULT_TOKENS
+    counts = _token_counts(parsed, tokens, default_tokens)
     # Choose the benchmark.
-    with _wrong("--peers"):
-        others = peers.load(drivers) if drivers else []
-    with _wrong("--layer"):
+    with _errors_naming("--peers"):
+        loaded_peers = peers.load(drivers) if drivers else []
+    with _errors_naming("--layer"):
         if whole_layer:
             layer.check(parsed)
     if host_alone:
         chosen = _Chosen(host.run, steps_by_count=1)
     elif passes:
-        chosen = _of_training(parsed, payload)
+        chosen = _choose_training(parsed, payload)
     elif whole_layer:
-        run_layer = partial(layer.run, peers=others)
+        run_layer = partial(layer.run, peers=loaded_peers)
         chosen = _Chosen(run_layer, steps_by_count=len(layer.Precision))
     elif on_gpus:
-        chosen = _of_gpus(parsed, payload, side, others, eager)
+        chosen = _choose_on_gpus(parsed, payload, side, loaded_peers, eager)
     else:
         chosen = _Chosen(cpu.run, steps_by_count=repeats)
-    # A missing library must stop it here, not after the run.
+    # A missing library must end the command here, and not after the run.
     if plot:
         require("matplotlib", "`--plot`")
     check_ranks(parsed)
@@ -167,13 +168,18 @@ def bench(
     with all_ranks(parsed) as rank, Progress(console=console, transient=True) as progress:
         task = progress.add_task("samples", total=len(counts) * chosen.steps_by_count)
         job = Job(
-            parsed, counts, repeats, routing, advance=lambda: progress.advance(task), log=_log(rank)
+            config=parsed,
+            tokens=counts,
+            repeats=repeats,
+            routing=routing,
+            advance=lambda: progress.advance(task),
+            log=_log(rank),
         )
         try:
             report = chosen.benchmark(job)
         except (ValueError, MemoryError) as error:
             raise UserError(str(error)) from None
-    # Rank 0 shows and writes.
+    # Rank 0 alone prints the table and writes the files.
     if rank != 0:
         return
     console.quiet = as_json == STDOUT
@@ -182,8 +188,9 @@ def bench(
     if 0 in counts:
         console.print("T = 0: no tokens, so nothing was checked")
     if as_json:
-        words = {"command": command(context.meta["epmoe.arguments"])}
-        report.write_json(as_json, facts(report.benchmark, parsed, routing, repeats) | words)
+        run_facts = facts(report.benchmark, parsed, routing, repeats)
+        run_facts["command"] = command(context.meta["epmoe.arguments"])
+        report.write_json(as_json, run_facts)
     if plot:
         model = parsed.model
         experts = f"{model.num_experts} experts, top-{model.num_experts_per_tok}"
@@ -191,7 +198,9 @@ def bench(
 
 
 def _check_config(config: EPConfig, routing: Kind) -> None:
-    """Raise UserError for a configuration or routing that no benchmark computes."""
+    """Raise UserError for a configuration or a routing for which no benchmark knows the right
+    output.
+    """
     if config.placement.slots is not None:
         raise UserError(
             "`placement.slots` must be unset: the benchmarks compute with the experts that come "
@@ -204,10 +213,14 @@ def _check_config(config: EPConfig, routing: Kind) -> None:
         )
 
 
-def _token_counts(config: EPConfig, tokens: list[int] | None, usual: Sequence[int]) -> list[int]:
-    """The numbers of tokens of a rank, ascending: those that were asked for, or the usual ones."""
+def _token_counts(
+    config: EPConfig, tokens: list[int] | None, default_tokens: Sequence[int]
+) -> list[int]:
+    """Choose the numbers of tokens of a rank, in ascending order: those that the user asks for, or
+    the default ones that the configuration has room for.
+    """
     limit = config.capacity.max_num_tokens_per_rank
-    counts = sorted(set(tokens or [count for count in usual if count <= limit]))
+    counts = sorted(set(tokens or [count for count in default_tokens if count <= limit]))
     if max(counts) > limit:
         raise UserError(
             f"`--tokens` must be at most `capacity.max_num_tokens_per_rank` = {limit}, got "
@@ -216,8 +229,8 @@ def _token_counts(config: EPConfig, tokens: list[int] | None, usual: Sequence[in
     return counts
 
 
-def _of_training(config: EPConfig, payload: list[gpu.Payload] | None) -> _Chosen:
-    """Choose the benchmark of training. Its forward rows may travel in fp8."""
+def _choose_training(config: EPConfig, payload: list[gpu.Payload] | None) -> _Chosen:
+    """Choose the benchmark of training. The rows of its forward pass may travel in fp8."""
     forward: PayloadName = "auto"
     if payload:
         plain_and_fp8 = gpu.Payload.for_rows(config)[:2]
@@ -230,57 +243,62 @@ def _of_training(config: EPConfig, payload: list[gpu.Payload] | None) -> _Chosen
     return _Chosen(partial(training.run, payload=forward), steps_by_count=1)
 
 
-def _of_gpus(
+def _choose_on_gpus(
     config: EPConfig,
     payload: list[gpu.Payload] | None,
     side: list[gpu.Contender] | None,
-    others: list[peers.Peer],
+    loaded_peers: list[peers.Peer],
     eager: bool,
 ) -> _Chosen:
-    """Choose the benchmark of the exchange on GPUs, for each payload."""
-    fitting = gpu.Payload.for_rows(config)
-    refused = set(payload or ()) - set(fitting)
+    """Choose the benchmark of the exchange on GPUs. It measures the payloads and sides that the
+    user asks for, by default all.
+    """
+    possible = gpu.Payload.for_rows(config)
+    refused = set(payload or ()) - set(possible)
     if refused:
         raise UserError(
             f"`--payload` {', '.join(refused)} wants `model.hidden_size` to be a multiple of 128"
         )
-    payloads = payload or fitting
+    payloads = payload or possible
     benchmark = partial(
         gpu.run,
         contenders=side or list(gpu.Contender),
         payloads=payloads,
-        peers=others,
+        peers=loaded_peers,
         eager=eager,
     )
     return _Chosen(benchmark, steps_by_count=len(payloads))
 
 
 @contextmanager
-def _wrong(option: str) -> Iterator[None]:
-    """Raise a ValueError of the block as a UserError that names `option`."""
+def _errors_naming(option: str) -> Iterator[None]:
+    """Turn a ValueError of the block into a UserError that names `option`."""
     try:
         yield
     except ValueError as error:
         raise UserError(f"`{option}`: {error}") from None
 
 
-def _check_options(given_options: set[str], on_gpus: bool) -> None:
-    """Raise UserError if options do not go together."""
-    for option, also in _FOR_GPUS.items():
-        if option in given_options and not on_gpus and also not in given_options:
-            instead = f" or for `{also}`" if also else ""
+def _check_options(typed_options: set[str], on_gpus: bool) -> None:
+    """Raise UserError if the options that the user has typed do not go together, or do not go
+    without GPUs.
+    """
+    for option, cpu_option in _FOR_GPUS.items():
+        is_refused = not on_gpus and cpu_option not in typed_options
+        if option in typed_options and is_refused:
+            instead = f" or for `{cpu_option}`" if cpu_option else ""
             raise UserError(
                 f"`{option}` is for GPUs{instead}; `exchange.transport: nvlink` asks for GPUs"
             )
-    for option, others in _WITHOUT.items():
-        if option in given_options and given_options.intersection(others):
-            *first, last = (f"`{other}`" for other in others)
+    for option, excluded in _WITHOUT.items():
+        if option in typed_options and typed_options.intersection(excluded):
+            *first, last = (f"`{name}`" for name in excluded)
             raise UserError(f"`{option}` goes without {', '.join(first)} and {last}")
 
 
 def _log(rank: int) -> Callable[[str], None]:
-    """Make the function that logs a line for each case, so that a run that is cut off leaves its
-    figures. A terminal has a progress bar instead.
+    """Make the function that logs a line for each case. A run that is cut off has then left its
+    figures so far. On a terminal nothing is logged, because there is a progress bar.
     """
     if rank != 0 or console.is_terminal:
         return lambda line: None
@@ -288,5 +306,5 @@ def _log(rank: int) -> Callable[[str], None]:
 
 
 def _log_with_time(start: float, line: str) -> None:
-    """Log a line with the seconds since `start`."""
+    """Log a line with the seconds since `start` in front of it."""
     log(f"{time.monotonic() - start:6.1f} s  {line}")

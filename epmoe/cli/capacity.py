@@ -1,8 +1,10 @@
-"""What `capacity.max_expert_rows` is worth: the rows that a rank needs for a load, and the memory
-that they save.
+"""Computes what `capacity.max_expert_rows` is worth: how many rows a rank needs for a certain load,
+and how much memory fewer rows save.
 
 By default a rank has room for the worst case, in which all tokens of all ranks go to its experts:
-R·M·K rows. If the router balances its load, a rank gets R·M·K·e/P of them on average.
+R·M·K rows. If the router balances the load, a rank gets R·M·K·e/P rows on average. R is the number
+of ranks, M is `max_num_tokens_per_rank`, and K counts the experts of a token. P counts all physical
+experts, e those of one rank.
 """
 
 from __future__ import annotations
@@ -19,43 +21,46 @@ from epmoe.exchange.memory import MemoryPlan, round_up
 from epmoe.local.gemm.deep_gemm import DeepGemm
 
 LOADS = (1.0, 1.5, 2.0)
-"""Multiples of the mean load for which `suggestions` gives the rows."""
-# Standard deviations for chance: one round in a thousand million has more rows.
+"""The loads for which `suggestions` gives the rows, as multiples of the mean load."""
+# How many standard deviations are left for chance. With six, one round in a thousand million has
+# more rows.
 SIGMAS = 6
-# Bytes that a node saves: less is not worth the risk of an EPOverflowError.
+# How many bytes a node must save. Less is not worth the risk of an EPOverflowError.
 WORTH_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A value of `capacity.max_expert_rows`."""
+    """A value for `capacity.max_expert_rows`."""
 
     load: float
-    """the largest mean load of a rank over that of all ranks"""
+    """the load of the most loaded rank, as a multiple of the mean load"""
     rows: int
-    """enough for that load"""
+    """the value, which is enough for that load"""
     saved_bytes: int
-    """bytes that the node saves against the worst case"""
+    """how many bytes a node saves, compared with room for the worst case"""
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """The expert-major rows of the rank with the most experts, in rounds of M tokens
-    on each rank.
+    """How many expert-major rows the rank with the most experts gets in a round, if each rank
+    brings M tokens.
     """
 
     worst: int
-    """rows that are always enough, with the padding for `capacity.alignment`; a multiple of it"""
+    """the rows that are always enough, padding included; a multiple of `capacity.alignment`"""
     mean: float
-    """rows that a rank gets on average if all experts are equally likely"""
+    """the rows that the rank gets on average if all experts are equally likely"""
     sigma: float
-    """standard deviation of these rows"""
+    """the standard deviation of the rows that the rank gets"""
     padding: int
-    """most rows between the experts' segments"""
+    """the most rows that may lie between the segments of experts"""
 
     @classmethod
     def of(cls, config: EPConfig) -> Capacity:
-        """A token's K experts are K draws from P experts, and this rank has e of these."""
+        """Compute the capacity of a configuration. The K experts of a token are taken for K random
+        draws from all P experts, of which this rank has e.
+        """
         config = config.seated
         R = config.topology.ep_size
         K = config.model.num_experts_per_tok
@@ -64,46 +69,52 @@ class Capacity:
         tokens = R * config.capacity.max_num_tokens_per_rank
         e = max(placement.num_local_experts(rank) for rank in range(R))
         share = e / P
-        # The draws of one token are without replacement.
+        # A token draws no expert twice, so the variance is that of draws without replacement.
         variance = K * share * (1 - share) * (P - K) / max(1, P - 1)
         padding = e * (config.alignment - 1)
         worst = round_up(tokens * K + padding, config.alignment)
         return cls(worst, tokens * K * share, math.sqrt(tokens * variance), padding)
 
     def rows(self, load: float) -> int:
-        """Rows for a rank that gets `load` times the mean, with `SIGMAS` for chance; at most the
-        worst case.
+        """The rows that are enough for a rank that gets `load` times the mean, with a margin of
+        `SIGMAS` standard deviations. They are at most those of the worst case.
         """
         chance = SIGMAS * self.sigma * math.sqrt(load)
         return min(self.worst, math.ceil(load * self.mean + chance) + self.padding)
 
     def load(self, rows: int) -> float:
-        """The largest load, times the mean, for which `rows` are enough: the inverse of `rows`."""
-        # A quadratic equation in the root of the load.
+        """The largest load for which `rows` are enough, as a multiple of the mean: the inverse of
+        the method `rows`.
+        """
+        # Solve the quadratic equation of that method for the square root of the load.
         free = max(0, rows - self.padding)
         chance = SIGMAS * self.sigma
         return ((math.sqrt(chance**2 + 4 * self.mean * free) - chance) / (2 * self.mean)) ** 2
 
 
 def suggestions(config: EPConfig) -> list[Suggestion]:
-    """Suggest rows for each of `LOADS`, with the bytes of the node that they save. Returns [] if
-    the saving is small.
+    """Suggest a value of `max_expert_rows` for each load in `LOADS`. Returns [] if none of them
+    saves much memory.
     """
     capacity = Capacity.of(config)
-    whole = _node_bytes(config, None)
-    found = []
+    worst_bytes = _node_bytes(config, max_expert_rows=None)
+    suggested = []
     for load in LOADS:
         rows = capacity.rows(load)
         if rows < capacity.worst:
-            found.append(Suggestion(load, rows, whole - _node_bytes(config, rows)))
-    if not found or found[0].saved_bytes < WORTH_BYTES:
+            saved_bytes = worst_bytes - _node_bytes(config, rows)
+            suggested.append(Suggestion(load, rows, saved_bytes))
+    # The first suggestion has the smallest load, so it saves most.
+    if not suggested or suggested[0].saved_bytes < WORTH_BYTES:
         return []
-    return found
+    return suggested
 
 
 def advice(config: EPConfig) -> Iterator[str | Table]:
-    """What `max_expert_rows` would save, if that is much; if it is set, the load that it is enough
-    for.
+    """Advise on `max_expert_rows`, as paragraphs and a table for `epmoe plan`.
+
+    If the key is set, the advice says for which load it is enough. Otherwise it says what the key
+    would save, if that is much.
     """
     capacity = Capacity.of(config)
     limit = config.capacity.max_expert_rows
@@ -117,9 +128,9 @@ def advice(config: EPConfig) -> Iterator[str | Table]:
             f"the mean load: {mean}, {capacity.worst:,} the worst case. {beyond}"
         )
         return
-    # Nothing is set: say what would be enough, if it saves much.
-    found = suggestions(config)
-    if not found:
+    # The key is not set. Suggest values, if they save much.
+    suggested = suggestions(config)
+    if not suggested:
         return
     yield (
         f"`capacity.max_expert_rows` would save memory. By default a rank has {capacity.worst:,} "
@@ -128,14 +139,17 @@ def advice(config: EPConfig) -> Iterator[str | Table]:
     )
     columns = ("max_expert_rows", "the most loaded rank gets", "saves per node")
     table = plain_table(columns, words=columns[1:2])
-    for one in found:
-        table.add_row(f"{one.rows:,}", f"{one.load:g} × the mean", human_bytes(one.saved_bytes))
+    for suggestion in suggested:
+        load = f"{suggestion.load:g} × the mean"
+        table.add_row(f"{suggestion.rows:,}", load, human_bytes(suggestion.saved_bytes))
     yield table
     yield beyond
 
 
 def network(config: EPConfig) -> Iterator[str]:
-    """Describe what crosses the network between several nodes, and how much padding adds to it."""
+    """Describe how many rows go from node to node, and how much padding comes with them. With one
+    node there is nothing to say.
+    """
     nodes = config.topology.num_nodes
     limit = config.rows_per_node
     if nodes == 1:
@@ -159,20 +173,22 @@ def network(config: EPConfig) -> Iterator[str]:
 
 
 def rank_plans(config: EPConfig) -> list[MemoryPlan]:
-    """The plan of every rank; plans differ only where ranks own different numbers of experts."""
+    """The memory plan of every rank. Plans differ only where ranks have different numbers of
+    experts.
+    """
     placement = config.seated.place_experts()
     return [MemoryPlan.build(config, rank, placement) for rank in range(config.topology.ep_size)]
 
 
 def _node_bytes(config: EPConfig, max_expert_rows: int | None) -> int:
-    """Bytes of all ranks of a node, with this limit."""
+    """The bytes of all ranks of a node, if `max_expert_rows` has this value."""
     capacity = config.capacity.model_copy(update={"max_expert_rows": max_expert_rows})
     plans = rank_plans(config.model_copy(update={"capacity": capacity}))
     return sum(plan.total_bytes for plan in plans[: config.topology.ranks_here])
 
 
 def experts(config: EPConfig) -> list[str]:
-    """What the plan says of the experts' GEMM on GPUs."""
+    """Say for `epmoe plan` which GEMM the experts take on GPUs."""
     if config.exchange.transport != "nvlink" or config.alignment % DeepGemm.block:
         return []
     return [

@@ -1,4 +1,4 @@
-"""Where the time of a run goes: at every moment, at most one stage is on."""
+"""Measures how much time each stage of a run takes. At most one stage is running at a time."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from torch.utils.hooks import RemovableHandle
 
 
 class StageClock:
-    """Wall time of one rank by stage, waiting for other ranks included.
+    """Measures the wall time of each stage on one rank. Waiting for other ranks is included.
 
-    A stage that starts inside another one pauses it. The stages' times therefore add up to the time
-    of the run.
+    A stage that starts inside another stage pauses the outer one. So the times of all stages add up
+    to the time of the run.
     """
 
     def __init__(self, device: torch.device | str) -> None:
-        """Measure what runs on `device`: a clock of a GPU waits for it wherever a stage starts or
-        ends.
+        """Measure what runs on `device`. Wherever a stage starts or ends, the clock waits until a
+        GPU has done its work.
         """
-        # Seconds by stage.
+        # The seconds of each stage.
         self.seconds: dict[str, float] = {}
-        # Seconds of `watch`, measured on their own.
+        # The seconds of `watch`, measured independently of the stages.
         self.elapsed = 0.0
         self._device = torch.device(device)
-        # Stages that have begun, the innermost last, and when it has gone on.
+        # The stages that have started and not ended, the innermost last, and the time of the last
+        # lap, since when the innermost one has been running.
         self._open: list[str] = []
         self._since = 0.0
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Measure the block as stage `name`."""
+        """Measure the block as the stage `name`."""
         self._start(name)
         try:
             yield
@@ -43,10 +44,11 @@ class StageClock:
 
     @contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
-        """Measure what happens in the block, above all calls of `model`.
+        """Measure the block, in which `model` is called, stage by stage.
 
-        Stages are gather (FSDP collects weights), attention, route, experts and other layers. What
-        happens outside of the model's forward pass is the stage loop.
+        The stages of a forward pass are "gather" (FSDP collects weights), "attention", "route",
+        "experts" and "other layers". The time outside of forward passes belongs to the stage
+        "loop".
         """
         hooks: list[RemovableHandle] = []
         for name, module in model.named_modules():
@@ -61,23 +63,27 @@ class StageClock:
                 hook.remove()
 
     def divide(self, stage: str, parts: Mapping[str, float], rest: str) -> None:
-        """Replace `stage` by its `parts`, in seconds; what they leave of it is added to the stage
-        `rest`.
+        """Replace a stage by several parts of it, whose seconds `parts` gives. Time of the stage
+        that is in none of the parts is added to the stage `rest`.
         """
         whole = self.seconds.pop(stage)
         self.seconds[rest] = self.seconds.get(rest, 0.0) + whole - sum(parts.values())
         self.seconds.update(parts)
 
     def now(self) -> float:
-        """Seconds, once the device has done everything that was launched on it."""
+        """Wait until the device has done everything that was launched on it. Returns the time in
+        seconds.
+        """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
     def _watch(self, model: nn.Module, name: str, module: nn.Module) -> Iterator[RemovableHandle]:
-        """Hooks that begin and end the stages of a module."""
+        """Register hooks on a module that start and end its stage. Yields the handles by which to
+        remove the hooks.
+        """
         stage = stage_of(model, name)
-        # FSDP's own hook, between these two, collects the module's weights.
+        # FSDP has a hook of its own, which collects the module's weights. These two enclose it.
         if isinstance(module, FSDPModule):
             yield module.register_forward_pre_hook(lambda *_: self._start("gather"), prepend=True)
             yield module.register_forward_pre_hook(lambda *_: self._stop())
@@ -103,8 +109,8 @@ class StageClock:
 
 
 def stage_of(model: nn.Module, name: str) -> str | None:
-    """The stage of a module of `model`, by the name that transformers gives to it; None: that of
-    its parent.
+    """Find the stage of a module of `model` by the name that transformers gives to the module. None
+    means that the module belongs to the stage of its parent.
     """
     parent, _, leaf = name.rpartition(".")
     if not name:

@@ -1,4 +1,6 @@
-"""What the commands share: where they print, how they fail, how they write numbers."""
+"""Helpers that all commands share: printing to the terminal, failing with a message, and writing
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,13 @@ from epmoe.native.package import sentence
 console = Console(highlight=False)
 _stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 SEE_TRACEBACK = "; the same command under torchrun shows the traceback"
-# Lines of a message: with what a shell adds, one screen.
+# The most lines of a message, so that it fits on one screen with the lines of the shell.
 MOST_LINES = 18
-# Columns of a table in a file.
+# The width in columns of tables that go to a file, where no line should wrap.
 _WIDEST = 10_000
-# The variable with the file descriptor of the command's stderr.
+# The environment variable with the file descriptor of the command's stderr.
 STDERR = "EPMOE_STDERR"
-# How the ids of runs begin that `epmoe` started itself.
+# The beginning of run ids, by which a rank knows that `epmoe` itself has started it.
 RUN_ID = "epmoe-run-"
 
 
@@ -55,28 +57,29 @@ def launched_rank() -> int | None:
 def fail(
     message: str, *, code: int, every_rank: bool = False, because_of: Sequence[int] = ()
 ) -> typer.Exit:
-    """Print one message, on rank 0 only unless `every_rank`, and return the exception to raise.
+    """Print one message, and return the exception to raise.
 
-    A rank that `epmoe` itself started prints nothing: it leaves its message to the process that
-    started it, with `because_of`, the ranks whose failure has led to this one.
+    Under torchrun only rank 0 prints, or every rank with `every_rank`. A rank that `epmoe` itself
+    has started prints nothing. Instead it leaves its message to the process that has started it,
+    together with `because_of`: the ranks whose failure has led to this one.
     """
     rank = launched_rank()
     file = message_file()
     lines = message.splitlines()
-    # A compiler may have many. The first ones are the cause.
+    # The message of a compiler may have very many lines. The cause is in the first ones.
     if len(lines) > MOST_LINES:
         message = "\n".join([*lines[:MOST_LINES], f"… and {len(lines) - MOST_LINES} more lines"])
     if file is not None:
         _leave(file, f"rank {rank}: {message}" if every_rank else message, code, because_of)
-    elif not rank or every_rank:
+    elif every_rank or not rank:  # rank 0, or no rank at all
         where = f" (rank {rank})" if every_rank and rank is not None else ""
         _stderr.print(f"[bold red]epmoe{where}:[/] {escape(message)}")
     return typer.Exit(code)
 
 
 def quiet_exit() -> typer.Exit:
-    """What to raise where there is nothing more to say, as after a check that failed:
-    exit code 1.
+    """Return the exception to raise where there is nothing more to print, as after a failed check.
+    The exit code is 1.
     """
     file = message_file()
     if file is not None:
@@ -85,21 +88,23 @@ def quiet_exit() -> typer.Exit:
 
 
 def _leave(file: Path, message: str, code: int, because_of: Sequence[int] = ()) -> None:
-    """Leave a message for the process that started this rank."""
-    said = {
+    """Leave a message for the process that has started this rank, in the file that it reads."""
+    content = {
         "message": message,
         "code": code,
         "because_of": list(because_of),
         "timestamp": time.time(),
     }
-    text = json.dumps(said)
-    # In one step: the launcher may end this rank now.
+    text = json.dumps(content)
+    # Put the file into place in one step, because the launcher may end this rank at any moment.
     file.with_suffix(".new").write_text(text, encoding="utf-8")
     file.with_suffix(".new").replace(file)
 
 
 def message_file() -> Path | None:
-    """Where a rank that `epmoe` itself started leaves its message; None in any other process."""
+    """The file in which this rank leaves its message, if `epmoe` itself has started the rank. None
+    in any other process.
+    """
     is_ours = os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_ID)
     if not is_ours or launched_rank() is None:
         return None
@@ -107,9 +112,10 @@ def message_file() -> Path | None:
 
 
 def check_output(option: str, path: Path | None, suffixes: Sequence[str]) -> None:
-    """Raise UserError unless a file of this name can be written, before hours of work depend on it.
+    """Raise UserError unless the file of an option can be written. Commands call this first, before
+    hours of work depend on the file.
 
-    The standard output, `-`, is a file of `--json`.
+    The path must end in one of `suffixes`. With `--json` it may also be `-`, the standard output.
     """
     if path is None or (option == "--json" and path == STDOUT):
         return
@@ -130,14 +136,16 @@ def check_output(option: str, path: Path | None, suffixes: Sequence[str]) -> Non
 
 
 def log(line: str) -> None:
-    """Write a line to the stderr of the command, not to that of a rank that it started."""
+    """Write a line to the stderr of the command. A rank that the command has started has another
+    stderr, which goes to a file.
+    """
     with contextlib.suppress(OSError):  # nobody reads it
         os.write(int(os.environ.get(STDERR, 2)), f"{line}\n".encode())
 
 
 def print_table(table: Table) -> None:
-    """Print all of a table where the output is no terminal: rich takes a file or a pipe for 80
-    columns.
+    """Print a table. Where the output is no terminal, the table gets all the width that it needs:
+    rich takes a file or a pipe for a terminal of 80 columns.
     """
     if not console.is_terminal:
         wide = console.options.update(max_width=_WIDEST)
@@ -146,12 +154,12 @@ def print_table(table: Table) -> None:
 
 
 def print_whole(item: str | Table) -> None:
-    """Print a paragraph, or a table without cutting words or figures: on a terminal that is too
-    narrow its lines wrap.
+    """Print a paragraph or a table without cutting words or figures. On a terminal that is too
+    narrow, lines wrap instead.
     """
     if isinstance(item, Table):
         wide = console.options.update(max_width=_WIDEST)
-        # Columns of words may wrap between words, all others not at all.
+        # Columns of text may wrap between words. All other columns must not wrap.
         for column in item.columns:
             cells = [console.measure(cell, options=wide) for cell in (column.header, *column.cells)]
             if column.no_wrap:
@@ -165,7 +173,7 @@ def print_whole(item: str | Table) -> None:
 
 
 def human_bytes(count: float) -> str:
-    """1536 → '1.5 KiB'."""
+    """Write a number of bytes with a unit: 1536 becomes "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -174,10 +182,12 @@ def human_bytes(count: float) -> str:
 
 
 def human_seconds(seconds: float, zeros: bool = False) -> str:
-    """0.0123 → '12.3 ms', 0.012 → '12 ms'; or with `zeros` '12.0 ms', so that a column lines up."""
+    """Write seconds with a unit: 0.0123 becomes "12.3 ms", and 0.012 becomes "12 ms". With `zeros`
+    it becomes "12.0 ms", so that the figures of a column line up.
+    """
     if not seconds:
         return "0 s"
-    # The smallest unit in which it has three digits at most.
+    # Take the smallest unit in which the value has at most three digits before the point.
     scale, unit = (1.0, "s")
     for smaller_scale, smaller_unit in ((1e-3, "ms"), (1e-6, "µs")):
         if seconds < 999.5 * smaller_scale:
@@ -185,19 +195,19 @@ def human_seconds(seconds: float, zeros: bool = False) -> str:
     value = seconds / scale
     if value >= 999.5:
         return f"{value:,.0f} {unit}"
-    # `#` keeps zeros at the end, and a point without digits behind it.
+    # The flag `#` keeps zeros at the end, but also a point without digits behind it.
     digits = f"{value:#.3g}" if zeros else f"{value:.3g}"
     return f"{digits.rstrip('.')} {unit}"
 
 
 def share(part: float) -> str:
-    """0.123 → "12%"."""
+    """Write a share as a percentage: 0.123 becomes "12%"."""
     return f"{part:.0%}" if part >= 0.01 or not part else "<1%"
 
 
 def plain_table(columns: Iterable[str], words: Container[str] = ()) -> Table:
-    """A table without lines: figures on the right, and on the left the columns that
-    `words` names.
+    """Make a table without lines. Columns are aligned on the right, but those that `words` names
+    are aligned on the left.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in columns:
@@ -206,8 +216,8 @@ def plain_table(columns: Iterable[str], words: Container[str] = ()) -> Table:
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """One bar per value, scaled to the largest; with more than `width` values, neighbours are
-    summed.
+    """Draw a small bar for each value, as high as its share of the largest value. With more than
+    `width` values, one bar stands for the sum of several neighbours.
     """
     step = -(-len(values) // width) or 1
     sums = [sum(values[i : i + step]) for i in range(0, len(values), step)]
@@ -216,8 +226,8 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def command(arguments: Sequence[str]) -> str:
-    """The command to type for this run: variables that override the configuration, `epmoe`,
-    `arguments`.
+    """Write the command line that repeats this run: the environment variables that override the
+    configuration, `epmoe`, and `arguments`.
     """
     words = []
     for key, value in sorted(os.environ.items()):
@@ -226,7 +236,7 @@ def command(arguments: Sequence[str]) -> str:
             words.append(f"{key}={shlex.quote(without_folder(value))}")
     words.append("epmoe")
     for argument in arguments:
-        # The value of an option may be a path, too.
+        # The value of an option may be a path, as an argument may.
         option, equals, value = ("", "", argument)
         if argument.startswith("-"):
             option, equals, value = argument.partition("=")
@@ -235,7 +245,9 @@ def command(arguments: Sequence[str]) -> str:
 
 
 def without_folder(word: str) -> str:
-    """`word`; if it is a path outside the working directory, its last part alone."""
+    """Shorten a path outside the working directory to its last part. Any other word stays as it
+    is.
+    """
     path = PurePath(word)
     is_outside = path.is_absolute() or path.parts[:1] in (("..",), ("~",))
     return path.name if is_outside else word

@@ -1,5 +1,5 @@
-"""Commands that run on several ranks: they start their ranks themselves, or are one of those that
-torchrun started.
+"""Runs a command on several ranks. The command starts one process for each rank, or it is one of
+the processes that torchrun has started.
 """
 
 from __future__ import annotations
@@ -39,23 +39,25 @@ CONFIG = typer.Argument(
 )
 NPROC = typer.Option(min=1, help="Ranks, in place of `topology.ep_size`.", show_default=False)
 _BACKENDS = "cpu:gloo,cuda:nccl"
-# The variable with the file in which ranks meet that `epmoe` started itself.
+# The variable with the path of a file. Ranks that `epmoe` has started meet in this file, where
+# torch.distributed keeps its store.
 _STORE = "EPMOE_STORE"
-# Signals that torch's launcher handles.
+# Signals whose handlers torch's launcher replaces.
 _SIGNALS = (
     signal.SIGINT,
     signal.SIGTERM,
     signal.SIGHUP,
     signal.SIGQUIT,
 )
-# Ranks that fail so many seconds behind the first one may have failed because of it.
+# A rank that fails within so many seconds after the first one may have failed because of it.
 _MOMENTS_S = 3
-# Of a crash, in a message.
+# How many frames of a crash a message shows.
 _MOST_FRAMES = 3
-# How a rank begins. Ctrl-C ends it without a traceback, also while it imports torch, and the kernel
-# ends it (PR_SET_PDEATHSIG) if the process that started it is killed. What rank 0 and its libraries
-# print to stderr goes to a file, as on the other ranks, but rank 0 keeps the stderr of the command.
-# A crash of native code leaves the lines of Python there.
+# The code with which a rank begins. Ctrl-C ends the rank without a traceback, even while it imports
+# torch. The kernel ends the rank (PR_SET_PDEATHSIG, which is 1) if the process that started it is
+# killed. The stderr of rank 0 and its libraries goes to a file, as on the other ranks; rank 0 keeps
+# a copy of the command's own stderr. If native code crashes, faulthandler writes the lines of
+# Python into the file.
 _BEGIN = f"""
 import ctypes, faulthandler, os, signal
 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -73,10 +75,10 @@ main()
 
 
 def load(config: Path, nproc: int | None = None) -> EPConfig:
-    """Load the configuration of this name or path, for `nproc` ranks if that is given. Raises
-    ConfigError.
+    """Load the configuration with this name or path. Raises ConfigError.
 
-    With `nproc`, the path may be the folder of a Hugging Face checkpoint.
+    `nproc` is the number of ranks, in place of the configuration's. With `nproc`, the path may also
+    be the folder of a Hugging Face checkpoint.
     """
     # A ready configuration goes before a folder of its name.
     if nproc is not None and config.is_dir() and str(config) not in ready_configs():
@@ -92,36 +94,40 @@ def load(config: Path, nproc: int | None = None) -> EPConfig:
         raise ConfigError(f"{config} with `--nproc` {nproc}: {error}") from None
 
 
-def _other_number(config: EPConfig, started: int, here: int) -> str:
-    """Text that says what to do if a launcher has started another number of processes."""
+def _wrong_number_of_processes(config: EPConfig, started: int, here: int) -> str:
+    """Write the message for a launcher that has started `started` processes, which is not what the
+    configuration says. The message has the right command, with `here` processes on each machine.
+    """
     where = "--standalone"
     if config.topology.num_nodes > 1:
         nodes = config.topology.num_nodes
         where = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
-    typed = shlex.join(sys.argv[1:])
-    # torchrun has options that begin like this one.
-    own = "-- " if "--nproc" in shlex.join(sys.argv) else ""
+    arguments = shlex.join(sys.argv[1:])
+    # torchrun would take `--nproc` for an option of its own, unless `--` stands before the module.
+    separator = "-- " if "--nproc" in shlex.join(sys.argv) else ""
     return (
         f"`topology.ep_size` is {config.topology.ep_size}, but torchrun started {started} "
-        f"processes:\n  torchrun {where} --nproc-per-node {here} -m {own}epmoe {typed}"
+        f"processes:\n  torchrun {where} --nproc-per-node {here} -m {separator}epmoe {arguments}"
     )
 
 
 def check_ranks(config: EPConfig) -> None:
-    """Raise UserError if `config` cannot run here: its ranks, its GPUs, torch's backends, a
-    launcher's variables.
+    """Raise UserError if `config` cannot run here, before any rank is started.
+
+    The number of processes of a launcher must be the number of ranks, each rank of this machine
+    needs a GPU of its own with `transport: nvlink`, and torch must have the backends.
     """
     size = config.topology.ep_size
     nodes = config.topology.num_nodes
     on_gpus = config.exchange.transport == "nvlink"
     launched = "RANK" in os.environ
     here = size // nodes if launched else size
-    # The launcher has started as many processes as the configuration has ranks.
+    # A launcher must have started as many processes as the configuration has ranks.
     if launched:
         started = _started_ranks()
         if started != size:
-            raise UserError(_other_number(config, started, here))
-    # A GPU for each of those on this machine.
+            raise UserError(_wrong_number_of_processes(config, started, here))
+    # There must be a GPU for each rank on this machine.
     if on_gpus:
         found = torch.cuda.device_count()
         if found < here:
@@ -130,10 +136,10 @@ def check_ranks(config: EPConfig) -> None:
                 f"{found}; EPMOE_EXCHANGE__TRANSPORT=shared_memory in the environment runs this "
                 "configuration on the CPU"
             )
-    # The backends that ranks talk by.
+    # torch must have the backends of the process group.
     has_gloo = dist.is_available() and dist.is_gloo_available()
     has_nccl = dist.is_available() and dist.is_nccl_available()
-    if not has_gloo or on_gpus and not has_nccl:
+    if not has_gloo or (on_gpus and not has_nccl):
         needed = "gloo and NCCL" if on_gpus else "gloo"
         raise UserError(
             f"this build of torch has no torch.distributed with {needed}: install torch from "
@@ -142,8 +148,10 @@ def check_ranks(config: EPConfig) -> None:
 
 
 def _started_ranks() -> int:
-    """The WORLD_SIZE that a launcher has set. It also checks the launcher's other variables."""
-    # All are there, and are numbers.
+    """Read the number of processes that a launcher has started, WORLD_SIZE. Raises UserError if a
+    variable of the launcher is missing or wrong.
+    """
+    # All variables must be there, and hold numbers.
     needed = ["WORLD_SIZE"]
     if _STORE not in os.environ:
         needed += ["MASTER_PORT", "MASTER_ADDR"]
@@ -169,8 +177,9 @@ def _started_ranks() -> int:
 
 @contextmanager
 def all_ranks(config: EPConfig) -> Iterator[int]:
-    """Initialise the default process group over gloo, with `transport: nvlink` also over NCCL;
-    yields this rank.
+    """Initialise the default process group within this context, and yield this process's rank.
+
+    The group uses gloo, and with `transport: nvlink` also NCCL. Only rank 0 prints.
     """
     rank = launched_rank()
     on_gpus = config.exchange.transport == "nvlink"
@@ -183,17 +192,20 @@ def all_ranks(config: EPConfig) -> Iterator[int]:
     try:
         yield rank
     finally:
-        # Graphs and buffers of other libraries that are left in cycles go before the communicators
-        # that they use.
+        # CUDA graphs and buffers of other libraries may be left in cycles of references. They must
+        # be freed before the communicators that they use.
         gc.collect()
         dist.destroy_process_group()
 
 
 def join(backends: str) -> None:
-    """Initialise the default process group, of ranks that `epmoe` or another launcher started."""
+    """Initialise the default process group over `backends`. Raises UserError if the ranks do not
+    find one another.
+    """
     where = os.environ.get(_STORE)
     try:
-        # torchrun's store at a port, or the file of ranks that `epmoe` started.
+        # Ranks of torchrun meet at its store, which has an address and a port. Ranks that `epmoe`
+        # has started meet in a file.
         if where is None:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             dist.init_process_group(backends)
@@ -212,11 +224,11 @@ def join(backends: str) -> None:
 
 
 def start_ranks(config: EPConfig, arguments: Sequence[str]) -> int:
-    """Start one process for each rank, wait for them, and print at most one message.
+    """Start one process for each rank, wait for all of them, and print at most one message.
 
-    `arguments` are those of `epmoe`, for each rank. Returns the exit code: 0, that of the rank
-    which failed first, or 128 plus the number of the signal that ended this process. Neither
-    processes nor files stay behind.
+    Each process runs `epmoe` with `arguments`. Returns the exit code of the command: 0, the exit
+    code of the rank that explains a failure, or 128 plus the number of the signal that ended this
+    process. Neither processes nor files stay behind.
     """
     from torch.distributed.elastic.multiprocessing import SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -224,8 +236,8 @@ def start_ranks(config: EPConfig, arguments: Sequence[str]) -> int:
     _load_native_library()
     ranks = config.topology.ep_size
     command = ["-P", "-c", _BEGIN + _RUN, *arguments]
-    # Rank 0 prints to the terminal; what else ranks print goes to files, which are read if a rank
-    # fails.
+    # Rank 0 prints to the terminal. Everything else that ranks print goes to files, from which
+    # `_explain` reads if a rank fails.
     quiet = dict.fromkeys(range(1, ranks), Std.ALL)
     run_id = RUN_ID + uuid4().hex
     try:
@@ -242,7 +254,7 @@ def start_ranks(config: EPConfig, arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
-        # torch's launcher has got no port, or no process.
+        # torch's launcher could not get a port or start a process.
         why = " ".join(str(error).split())[:400]
         fail(f"the ranks cannot be started: {type(error).__name__}: {why}", code=1)
         return 1
@@ -261,15 +273,18 @@ def launch(
     start_method: str = "spawn",
     look_s: float = 0.1,
 ) -> None:
-    """Run `program` with `arguments` on all ranks by torch's launcher, with their logs in `folder`.
+    """Run `program` with `arguments` on all ranks by torch's launcher, and wait for the ranks.
 
-    Ranks get the variables of torchrun, and those of `meeting` in place of MASTER_ADDR and
-    MASTER_PORT: a store at a port would obey every user of this machine, and that of torch's
-    `elastic_launch` listens on all interfaces. They also get this process's module search path,
-    `folder` for temporary files, and one thread each. gloo connects them on the loopback interface,
-    where no other machine reaches them. What the launcher changes in this process, handlers of
-    signals among it, is undone. `run_id` and `start_method` are those of torch's launcher, which
-    looks at the ranks every `look_s` seconds. Raises ChildFailedError if a rank fails,
+    `redirects` says which output of which rank goes into files in `folder`. Ranks get the
+    environment variables of torchrun. Instead of MASTER_ADDR and MASTER_PORT they get the variables
+    in `meeting`: a store at a port would obey every user of this machine, and the store of torch's
+    `elastic_launch` even listens on all interfaces. Ranks also get the module search path of this
+    process, a folder for temporary files in `folder`, and one thread each. gloo connects them over
+    the loopback interface, which no other machine reaches.
+
+    torch's launcher changes the environment, the logging and the signal handlers of this process;
+    all this is undone at the end. `run_id` and `start_method` are arguments of torch's launcher,
+    which checks the ranks every `look_s` seconds. Raises ChildFailedError if a rank fails, and
     SignalException if a signal ends this process.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
@@ -277,7 +292,7 @@ def launch(
 
     variables = _variables_by_rank(ranks, run_id, meeting)
     with _restored():
-        # Ranks find the same modules, and leave their temporary files in the folder.
+        # Let the ranks find the same modules, and leave their temporary files in the folder.
         temporary = Path(folder, "tmp")
         temporary.mkdir()
         search_path = [entry or os.getcwd() for entry in sys.path]
@@ -286,13 +301,13 @@ def launch(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if ranks > 1:
             os.environ.setdefault("OMP_NUM_THREADS", "1")
-        # torch's launcher logs every failure and every signal.
+        # torch's launcher logs every failure and every signal, which the command reports itself.
         logging.disable(logging.CRITICAL)
-        # Start them and wait. However it ends, none of them stays.
+        # Start the ranks and wait for them. However the wait ends, no rank keeps running.
         logs = DefaultLogsSpecs(log_dir=folder, redirects=redirects)
-        of_ranks = dict.fromkeys(variables, tuple(arguments))
+        arguments_by_rank = dict.fromkeys(variables, tuple(arguments))
         context = start_processes(
-            "epmoe", program, of_ranks, variables, logs, start_method=start_method
+            "epmoe", program, arguments_by_rank, variables, logs, start_method=start_method
         )
         try:
             result = context.wait(period=look_s)
@@ -305,7 +320,9 @@ def launch(
 def _variables_by_rank(
     ranks: int, run_id: str, meeting: Mapping[str, str]
 ) -> dict[int, dict[str, str]]:
-    """Make the variables of torchrun for each rank, and those by which ranks meet."""
+    """Make the environment variables of each rank: those that torchrun would set, and those of
+    `meeting`.
+    """
     variables = {}
     for rank in range(ranks):
         variables[rank] = {
@@ -322,8 +339,8 @@ def _variables_by_rank(
 
 @contextmanager
 def _restored() -> Iterator[None]:
-    """Undo within this context what torch's launcher changes in this process: environment, logging,
-    handlers of signals.
+    """Undo at the end of this context what torch's launcher changes in this process: environment,
+    logging and signal handlers.
     """
     environment = os.environ.copy()
     disabled = logging.root.manager.disable
@@ -334,7 +351,8 @@ def _restored() -> Iterator[None]:
         logging.disable(disabled)
         os.environ.clear()
         os.environ.update(environment)
-        # In another thread than the main one this raises, and torch has set none there.
+        # Only the main thread may set signal handlers. In other threads this raises ValueError, and
+        # torch has not changed any handlers there.
         with contextlib.suppress(ValueError):
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -344,18 +362,19 @@ def _explain(failures: Mapping[int, ProcessFailure], folder: Path) -> int:
     """Print why the run failed, from the rank that failed first. Returns the exit code."""
     rank = _cause(failures)
     failure = failures[rank]
-    # The rank has said it. Without a message, rank 0 has printed that a check failed.
+    # The rank itself has left a message. An empty one means that rank 0 has printed already that a
+    # check failed.
     if _left_message(failure):
         message = failure.error_file_data["message"]
         if message:
             fail(message, code=1)
         return failure.error_file_data["code"]
-    # A signal has ended it, or its last line says why.
+    # Otherwise say which signal has ended the rank, or repeat the last line that it has printed.
     if failure.exitcode < 0:
         message = f"rank {rank} was ended by {failure.signal_name()}"
         if failure.exitcode == -signal.SIGKILL:
             message += ", as happens when memory runs out"
-        message += _where_it_was(folder, rank)
+        message += _crashed_at(folder, rank)
     else:
         message = f"rank {rank} ended with exit code {failure.exitcode}"
         last = _last_line(folder, rank)
@@ -367,7 +386,7 @@ def _explain(failures: Mapping[int, ProcessFailure], folder: Path) -> int:
 
 
 def _printed(folder: Path, rank: int) -> str:
-    """What a rank has printed to stderr."""
+    """Read what a rank has printed to stderr, from its log in `folder`."""
     printed = ""
     for path in folder.glob(f"*/attempt_0/{rank}/stderr.log"):
         printed += path.read_text(errors="replace")
@@ -375,17 +394,21 @@ def _printed(folder: Path, rank: int) -> str:
 
 
 def _last_line(folder: Path, rank: int) -> str:
+    """The last line that a rank has printed to stderr."""
     return _printed(folder, rank).strip().rpartition("\n")[2]
 
 
-def _where_it_was(folder: Path, rank: int) -> str:
-    """The innermost lines of Python of a rank that has crashed, as `faulthandler` has left them;
-    "" where there are none, as at the end of an interpreter.
+def _crashed_at(folder: Path, rank: int) -> str:
+    """Say which lines of Python a rank was running when it crashed, the innermost first.
+
+    `faulthandler` has written them to stderr. Returns "" where there are none, as in a crash while
+    the interpreter ends.
     """
-    _, crashed, left = _printed(folder, rank).rpartition("Fatal Python error: ")
-    _, _, of_thread = left.partition("(most recent call first):\n")
+    _, crashed, after_error = _printed(folder, rank).rpartition("Fatal Python error: ")
+    # The first stack is that of the thread that crashed.
+    _, _, stack = after_error.partition("(most recent call first):\n")
     lines = []
-    for line in of_thread.splitlines():
+    for line in stack.splitlines():
         if not line.startswith("  File "):
             break
         lines.append(line.strip())
@@ -395,33 +418,35 @@ def _where_it_was(folder: Path, rank: int) -> str:
 
 
 class _Kind(IntEnum):
-    """Of a rank's failure: lower ones explain higher ones."""
+    """The kind of a rank's failure. A kind with a lower number explains those with higher ones."""
 
     DEATH = 0
-    """A signal has ended it."""
+    """A signal has ended the rank."""
     REFUSAL = 1
-    """It has refused what a user has got wrong."""
+    """The rank has refused something that the user has got wrong."""
     FAILURE = 2
+    """The rank has failed for another reason."""
     CONSEQUENCE = 3
-    """It says that another rank, which has failed too, was missing."""
+    """The rank has missed another rank, which has failed, too."""
 
 
 def _cause(failures: Mapping[int, ProcessFailure]) -> int:
-    """Find the rank whose failure explains the others.
+    """Find the rank whose failure explains the failures of the others.
 
-    It is among the first. A rank that dies or refuses its input makes others fail within moments;
-    and once one has failed, torch's launcher ends the others: with SIGTERM, and those that remain
-    with SIGKILL after 30 s.
+    A rank that dies or refuses its input makes other ranks fail within moments. Once a rank has
+    failed, torch's launcher ends all others: first with SIGTERM, and after 30 s with SIGKILL. So
+    the cause is among the ranks that failed first, but it need not be the very first.
     """
-    # When each rank failed, and which only the launcher has ended.
+    # Find when each rank failed, and which ranks the launcher has ended.
     times = {}
     ended_by_launcher = set()
     for rank, failure in failures.items():
         times[rank] = failure.error_file_data.get("timestamp", failure.timestamp)
         if failure.exitcode == -signal.SIGTERM and not _left_message(failure):
             ended_by_launcher.add(rank)
-    own = failures.keys() - ended_by_launcher or failures.keys()
-    first = min(times[rank] for rank in own)
+    # If the launcher has ended all of them, the cause must be among these.
+    failed_alone = (failures.keys() - ended_by_launcher) or failures.keys()
+    first = min(times[rank] for rank in failed_alone)
 
     def kind(rank: int) -> _Kind:
         failure = failures[rank]
@@ -429,23 +454,23 @@ def _cause(failures: Mapping[int, ProcessFailure]) -> int:
             return _Kind.DEATH if failure.exitcode < 0 else _Kind.FAILURE
         if failure.error_file_data["code"] == 2:
             return _Kind.REFUSAL
-        # A rank whose error names another failed rank has failed because of that one.
+        # A rank whose error names another failed rank has failed because of that rank.
         named = set(failure.error_file_data["because_of"]) - {rank}
-        return _Kind.FAILURE if named.isdisjoint(own) else _Kind.CONSEQUENCE
+        return _Kind.FAILURE if named.isdisjoint(failed_alone) else _Kind.CONSEQUENCE
 
-    # Of failures within moments, the one that explains most; of two of a kind the first.
-    within_moments = [rank for rank in own if times[rank] <= first + _MOMENTS_S]
+    # Of the failures within moments, take the one of the lowest kind; of two of a kind the first.
+    within_moments = [rank for rank in failed_alone if times[rank] <= first + _MOMENTS_S]
     return min(within_moments, key=lambda rank: (kind(rank), times[rank]))
 
 
 def _left_message(failure: ProcessFailure) -> bool:
-    """Whether the rank left a message before it ended, which may be empty."""
+    """Whether the rank has left a message before it ended. The message may be empty."""
     return "code" in failure.error_file_data
 
 
 def _load_native_library() -> None:
-    """Build the native library here if need be, since that minute must not count as waiting for a
-    rank.
+    """Load the native library, and build it if need be, before the ranks meet. A build takes
+    minutes, in which the other ranks would take this rank for dead.
     """
     from epmoe.native import ops
     from epmoe.native.build import BuildError
@@ -458,7 +483,7 @@ def _load_native_library() -> None:
         except BuildError:
             raise
         except (OSError, RuntimeError) as error:
-            # It does not load, or there is no home folder for the cache.
+            # The library does not load, or there is no home folder for the cache.
             raise UserError(
                 f"the native library cannot be built or loaded: {' '.join(str(error).split())}; "
                 "EPMOE_CACHE_DIR names a folder to build it in, EPMOE_LIBRARY a library that is "

@@ -1,4 +1,4 @@
-"""The outcome of one run: what the terminal and the report show."""
+"""The outcome of one run of `epmoe run`, which the terminal and the report show."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ STAGES = {
 
 @dataclass(frozen=True)
 class Check:
-    """One condition of a run: what was measured, and whether it is within its limit."""
+    """One condition that a run must fulfil: what was measured, and whether it is within its
+    limit.
+    """
 
     what: str
     measured: str
@@ -69,34 +71,34 @@ class LateRank(NamedTuple):
 
     rank: int
     seconds: float
-    """of all ranks together"""
+    """how long all ranks together have waited for this one"""
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """The same model in a single process. Sequences go by rank: the ranks run the single process in
-    turn.
+    """The figures of the same model in a single process. The ranks take turns with running it, each
+    with its own prompt, so each sequence has one element for each rank.
     """
 
     texts: Sequence[str]
     stages: Sequence[Mapping[str, float]]
-    """stage → seconds"""
+    """the seconds of each stage"""
     elapsed: Sequence[float]
-    """seconds of the whole run, measured on their own"""
+    """seconds of the whole run, measured independently of the stages"""
     logit_errors: Sequence[Sequence[float]]
-    """largest absolute difference of the ranks' logits from the single process's, by
-    rank and step
+    """by rank and step: the largest absolute difference between the logits of the run over all
+    ranks and those of the single process
     """
 
 
 @dataclass(frozen=True)
 class Balancing:
-    """The loads of ranks while experts moved."""
+    """The loads of the ranks in a run in which experts moved."""
 
     rows: Sequence[Sequence[int]]
     """[R][rounds] rows that the experts of each rank received"""
     moves: Sequence[tuple[int, int]]
-    """of each plan: the rounds before it, and its moves"""
+    """for each plan, the number of rounds before it and the number of its moves"""
 
     @property
     def num_moves(self) -> int:
@@ -104,8 +106,8 @@ class Balancing:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The load of the busiest rank over the mean, in the first and in the last quarter of the
-        rounds.
+        """The load of the busiest rank, divided by the mean load: first in the first quarter of the
+        rounds, then in the last quarter.
         """
         quarter = max(1, len(self.rows[0]) // 4)
         first = imbalance([sum(rows[:quarter]) for rows in self.rows])
@@ -114,7 +116,9 @@ class Balancing:
 
     @property
     def outcome(self) -> str:
-        """The change in one line."""
+        """One line that says how many experts moved, and how the load of the busiest rank
+        changed.
+        """
         have = "expert has" if self.num_moves == 1 else "experts have"
         first, last = self.ends
         took = (
@@ -126,50 +130,52 @@ class Balancing:
 
 @dataclass(frozen=True)
 class Result:
-    """Counts are sums over all rounds and ranks; `traffic` counts rows, `load` (token, expert)
-    pairs.
+    """The outcome of one run. Counts are sums over all rounds. `traffic` counts rows, and `load`
+    counts pairs of a token and an expert. R is the number of ranks, P that of physical experts.
     """
 
     name: str
     facts: Mapping[str, str]
     config: EPConfig
-    """of the exchange that was run; a model's own where a model was run"""
+    """the configuration of the exchange that has run; for a model, that of the model's exchange"""
     checks: Sequence[Check]
     placement: Placement
     traffic: Sequence[Sequence[int]]
     """[R][R] rows from each source rank (first index) to each destination"""
     load: Sequence[int]
-    """[P] tokens that each physical expert computed, which leaves out dropped pairs"""
+    """[P] tokens that each physical expert has computed; dropped pairs do not count"""
     dropped: Sequence[int]
     """[R] pairs that found no room in the `capacity.max_expert_rows` of each rank"""
     health: Mapping[str, int]
-    """health counter → its sum over the ranks"""
+    """the sum of each health counter over the ranks"""
     waited: Sequence[Sequence[float]]
-    """[R][R] seconds that each rank (first index) waited for each rank, as `Health.waited_s`"""
+    """[R][R] seconds that each rank (first index) has waited for each other rank: the ranks'
+    `Health.waited_s`
+    """
     stages: Sequence[Mapping[str, float]]
-    """by rank: stage → seconds in all rounds; a stage includes waiting for other ranks, and
-    `STAGES` defines it
+    """by rank: the seconds of each stage in all rounds; `STAGES` defines the stages, which include
+    waiting for other ranks
     """
     elapsed: Sequence[float]
-    """by rank: seconds of the whole run, measured on their own"""
+    """by rank: seconds of the whole run, measured independently of the stages"""
     rounds: int
-    """rounds that `traffic`, `load` and `stages` are sums of"""
+    """the number of rounds, over which `traffic`, `load` and `stages` are summed up"""
     unit: str = "round"
     """what `rounds` counts: "round" or "token\""""
     texts: Sequence[tuple[str, str]] = ()
     """(prompt, text that the model generated after it), by rank"""
     note: str = ""
-    """what a reader must know of the texts"""
+    """what a reader must know about the texts"""
     baseline: Baseline | None = None
     balancing: Balancing | None = None
-    """where experts moved while it ran"""
+    """the loads of the ranks, if experts moved while it ran"""
 
     @staticmethod
     def counts(placement: Placement, healths: Sequence[Health]) -> dict[str, Any]:
-        """Make the fields `traffic`, `load`, `dropped`, `health` and `waited` from the health of
-        each rank.
+        """Make the fields `traffic`, `load`, `dropped`, `health` and `waited` of a Result from the
+        health of each rank.
         """
-        # The load of each expert, whichever rank has it.
+        # Put the loads of all ranks' experts into the order of the physical experts.
         load: dict[int, int] = {}
         for rank, health in enumerate(healths):
             experts = placement.local_experts(rank)
@@ -191,12 +197,14 @@ class Result:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Stage → seconds in all rounds, mean over ranks."""
+        """The seconds of each stage in all rounds, on average over the ranks."""
         return mean_stages(self.stages)
 
     @property
     def holder(self) -> str:
-        """The word for what has a load: a slot if experts move, otherwise an expert."""
+        """What the loads belong to, as a word for the tables: "slot" where experts move, otherwise
+        "expert".
+        """
         return "slot" if self.balancing else "expert"
 
     @property
@@ -214,21 +222,21 @@ class Result:
 
     @property
     def bytes_dispatched(self) -> int:
-        """Bytes of the rows between different ranks, on their way to the experts: values, K ids and
-        K weights.
+        """The bytes that dispatch has carried between different ranks: for each row its values, and
+        the ids and weights of its K experts.
         """
         ids_and_weights = 8 * self.config.model.num_experts_per_tok
         return self.rows_moved * (self._row_bytes(self.config.exchange.payload) + ids_and_weights)
 
     @property
     def bytes_combined(self) -> int:
-        """Bytes of the sums that come back between different ranks: one row for each that was
-        dispatched.
+        """The bytes that combine has carried between different ranks: one sum comes back for each
+        row that was dispatched.
         """
         return self.rows_moved * self._row_bytes(self.config.exchange.combine_payload)
 
     def _row_bytes(self, payload: str) -> int:
-        """Bytes of one row's values on the wire, and of its scales."""
+        """The bytes of one row on the wire: its values and its scales."""
         model = self.config.model
         D = model.hidden_size
         wire = WIRE_FORMATS[payload]
@@ -236,6 +244,7 @@ class Result:
 
     @property
     def loads(self) -> list[list[int]]:
+        """`load` by rank: the loads of the physical experts of each rank."""
         return by_rank(self.placement, self.load)
 
     @property
@@ -245,44 +254,47 @@ class Result:
 
     @property
     def cause(self) -> str:
-        """Why a check may have failed: pairs that ranks have dropped; "" if there are none."""
+        """Say why a check may have failed: ranks have dropped pairs. "" if no pair was dropped."""
         if not any(self.dropped):
             return ""
         total = sum(self.dropped) + sum(self.load)
         room = self.config.capacity.max_expert_rows
-        most = self.dropped.index(max(self.dropped))
+        worst_rank = self.dropped.index(max(self.dropped))
         return (
-            f"{sum(self.dropped):,} of {total:,} pairs were dropped, most on rank {most} "
+            f"{sum(self.dropped):,} of {total:,} pairs were dropped, most on rank {worst_rank} "
             f"({max(self.dropped):,}): `capacity.max_expert_rows` = {room:,} is too small for this "
             f"load, and y lacks their part"
         )
 
     @property
     def waiting(self) -> float:
-        """The least seconds that a rank waited for others on average: those for its latest rank."""
+        """How many seconds a rank has waited for other ranks, at least, on average over the ranks.
+
+        Waits for several ranks overlap, so for each rank only the longest counts.
+        """
         return sum(map(max, self.waited)) / len(self.waited)
 
     @property
     def late(self) -> LateRank | None:
-        """The rank for which all ranks together have waited longest; None if nobody waited."""
-        seconds = [sum(of_source) for of_source in zip(*self.waited, strict=True)]
-        most = max(seconds)
-        if not most:
+        """The rank for which all ranks together have waited longest. None if no rank has waited."""
+        seconds_by_rank = [sum(waits) for waits in zip(*self.waited, strict=True)]
+        longest = max(seconds_by_rank)
+        if not longest:
             return None
-        return LateRank(seconds.index(most), most)
+        return LateRank(seconds_by_rank.index(longest), longest)
 
 
 def by_rank(placement: Placement, values: Sequence[_T]) -> list[list[_T]]:
-    """The values of the physical experts of each rank."""
-    of_ranks = []
+    """Group values of all physical experts by the rank that holds the expert."""
+    groups = []
     for rank in range(placement.ep_size):
-        of_ranks.append([values[expert] for expert in placement.local_experts(rank)])
-    return of_ranks
+        groups.append([values[expert] for expert in placement.local_experts(rank)])
+    return groups
 
 
 def mean_stages(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean seconds of each stage over ranks, in the order of `STAGES`. A stage that a rank does
-    not have counts as 0.
+    """The seconds of each stage on average over the ranks, in the order of `STAGES`. A rank that
+    does not have a stage counts with 0 seconds.
     """
     means = {}
     for stage in STAGES:
@@ -292,7 +304,9 @@ def mean_stages(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def imbalance(loads: Sequence[int]) -> float | None:
-    """The largest load over the mean load: 1 if all are equal. None if there is no load."""
+    """The largest load divided by the mean load, which is 1 if all loads are equal. None if there
+    is no load at all.
+    """
     total = sum(loads)
     if not total:
         return None

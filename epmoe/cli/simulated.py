@@ -1,4 +1,8 @@
-"""`epmoe run` without a model: the configuration's own MoE layer with simulated logits."""
+"""`epmoe run` without a model: it runs the MoE layer of a configuration with simulated logits.
+
+Letters in names and shapes: T counts the tokens of a rank, D is the hidden size, E counts the
+experts, K the experts of a token, F is the width of an expert, and N counts the rows that arrive.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +28,9 @@ from epmoe.local.route import Routing
 from epmoe.local.simulate import Kind, simulate_logits
 from epmoe.service import ExpertParallel
 
-# Rows of simulated logits; every round draws its rows from them.
+# Rows of simulated logits in a pool, from which every round draws its rows.
 POOL_ROWS = 1024
-# Rows per round and rank that are compared with the dense reference, about.
+# About how many rows of each round and rank are compared with the dense reference.
 CHECKED_ROWS = 32
 # The largest error, relative to the largest element of a round's output.
 TOLERANCE = {
@@ -34,13 +38,13 @@ TOLERANCE = {
     "float16": 5e-3,
     "bfloat16": 3e-2,
 }
-# The same, with an fp8 payload in either direction.
+# The largest error with an fp8 payload, in either direction.
 FP8_TOLERANCE = 1e-1
-# Bytes per rank: every rank holds all experts' weights, for the reference.
+# The most bytes of weights. Every rank holds the weights of all experts, for the reference.
 WEIGHT_BUDGET = 64 << 20
-# Plans of a run.
+# How often a run with `--balance` plans moves.
 _PLANS = 16
-# Memory of torch and its libraries, per rank.
+# The memory that torch and its libraries take on each rank.
 PROCESS_BYTES = 400 << 20
 
 
@@ -62,7 +66,13 @@ def run(
     seed: int,
     balances: bool,
 ) -> Result:
-    """Run the layer over all ranks of the default group. The Result is the same on every rank."""
+    """Run the layer over all ranks of the default group. Collective.
+
+    The Result is the same on every rank.
+    `name` is shown as the name of the run. `steps` is the number of rounds, and `tokens` the number
+    of tokens of a rank in a round, by default at most 64. `kind` is the routing. With `balances`,
+    experts move while the rounds run. Raises UserError if the exchange cannot open.
+    """
     model = config.model
     if tokens is None:
         tokens = min(64, config.capacity.max_num_tokens_per_rank)
@@ -73,14 +83,15 @@ def run(
         raise UserError(str(error)) from None
     with ep, console.status(f"{steps} rounds"):
         _synchronise(ep)
-        mine = _measure(ep, kind, steps, tokens, seed, balances)
+        own_figures = _measure(ep, kind, steps, tokens, seed, balances)
         health = ep.health()
         placement = ep.placement
-    # Every rank learns what all have measured.
-    of_ranks: list[Any] = Peers.of(dist.group.WORLD).all_gather(mine | {"health": health.as_dict()})
-    by_rank = {key: [measured[key] for measured in of_ranks] for key in of_ranks[0]}
-    counts = Result.counts(placement, [Health(**one) for one in by_rank["health"]])
-    # Waiting is that of `_measure`, without the empty round.
+    # Every rank learns what all ranks have measured.
+    own_figures["health"] = health.as_dict()
+    all_figures: list[Any] = Peers.of(dist.group.WORLD).all_gather(own_figures)
+    by_rank = {key: [figures[key] for figures in all_figures] for key in own_figures}
+    counts = Result.counts(placement, [Health(**counters) for counters in by_rank["health"]])
+    # `health` also counts the empty round. Take the waiting times of the measured rounds instead.
     counts["waited"] = by_rank["waited"]
     limit = _tolerance(config)
     worst = max(by_rank["worst_error"])
@@ -102,18 +113,19 @@ def run(
         stages=by_rank["stages"],
         elapsed=[sum(seconds.values()) for seconds in by_rank["stages"]],
         rounds=steps,
-        balancing=Balancing(by_rank["rows"], mine["moves"]) if balances else None,
+        balancing=Balancing(by_rank["rows"], own_figures["moves"]) if balances else None,
     )
 
 
 def _measure(
     ep: ExpertParallel, kind: Kind, steps: int, tokens: int, seed: int, balances: bool
 ) -> dict[str, Any]:
-    """Run `steps` rounds of route, dispatch, experts and combine, and check some rows of each with
-    the reference.
+    """Run `steps` rounds of route, dispatch, experts and combine, and compare some rows of each
+    round with the reference. Collective.
 
-    With `balances`, experts move between the ranks meanwhile. Returns what `Result` and `Balancing`
-    have of each rank, and the worst error, relative to a round's largest output.
+    With `balances`, experts move between the ranks while the rounds run. Returns the figures of
+    this rank for `Result` and `Balancing`, by name, and "worst_error": the largest error of a
+    round, relative to the largest value in its output.
     """
     config = ep.config
     model = config.model
@@ -121,7 +133,8 @@ def _measure(
     worst_error = 0.0
     rows = list[int]()
     moves = list[tuple[int, int]]()
-    # The experts of this rank. Any weights will do for an empty slot, which nobody uses.
+    # Make the experts of this rank. An empty slot has the number −1, and gets the weights of expert
+    # 0, which no token uses.
     weights = _expert_weights(config, seed, ep.device)
     tag = int(config.placement.live)
     held = [max(expert, 0) for expert in ep.logical_experts(tag)]
@@ -133,7 +146,8 @@ def _measure(
             return [weight[slot] for weight in experts.parameters()]
 
         balancer = Balancer(ep, every=max(1, steps // _PLANS), weights=weights_of)
-    # All ranks and rounds have the same logits, unless they drift: popular experts stay popular.
+    # All ranks and rounds draw from the same pool of logits, so that popular experts stay popular.
+    # Only the routing "drift" makes a new pool for each round.
     pool = partial(
         simulate_logits,
         kind,
@@ -153,7 +167,7 @@ def _measure(
     waited_before = health.waited_s
     rows_before = sum(health.tokens_per_expert)
     for n in range(steps):
-        # Tokens and logits. In a drift one order of popularity becomes another over the run.
+        # Make tokens and logits. With "drift", the popularity of the experts changes over the run.
         if kind == "drift":
             pool_TE = pool(step=n / steps)
         x_TD = torch.randn(tokens, model.hidden_size, generator=generator)
@@ -161,15 +175,17 @@ def _measure(
         drawn_T = torch.randint(POOL_ROWS, (tokens,), generator=generator)
         logits_TE = pool_TE[drawn_T].to(ep.device)
         routing, y_TD = _round(ep, experts, clock, x_TD, logits_TE, bias_E)
-        # Compare some of its rows with the reference.
-        some = slice(None, None, max(1, tokens // CHECKED_ROWS))
-        expected_TD = moe_reference(x_TD[some], routing.ids[some], routing.weights[some], weights)
-        worst_error = max(worst_error, _relative_error(y_TD[some], expected_TD))
+        # Compare some of the rows with the reference.
+        checked = slice(None, None, max(1, tokens // CHECKED_ROWS))
+        expected_TD = moe_reference(
+            x_TD[checked], routing.ids[checked], routing.weights[checked], weights
+        )
+        worst_error = max(worst_error, _relative_error(y_TD[checked], expected_TD))
         if balancer is not None:
             rows.append(sum(ep.health().tokens_per_expert))
             balancer.tick()
     ep.check()
-    # Health counts from the start: take differences.
+    # The counters of health go on from round to round, so take their differences.
     if balancer is not None:
         balancer.finish()
         rows = [after - before for before, after in pairwise([rows_before, *rows])]
@@ -193,7 +209,10 @@ def _round(
     logits_TE: torch.Tensor,
     bias_E: torch.Tensor | None,
 ) -> tuple[Routing, torch.Tensor]:
-    """Run a round stage by stage. Returns the routing and y [T, D]. Collective."""
+    """Run one round, and measure each of its stages. Returns the routing and y [T, D]. Collective.
+
+    `bias_E` is the bias of the choice of experts, if the configuration has one.
+    """
     tag = int(ep.config.placement.live)
     with clock.stage("route"):
         routing = ep.route(logits_TE, bias_E)
@@ -207,7 +226,9 @@ def _round(
 
 
 def _synchronise(ep: ExpertParallel) -> None:
-    """Run an empty round, which nobody measures, so that the ranks start the next one together."""
+    """Run a round without tokens and without timing, so that the ranks begin the next round
+    together. Collective.
+    """
     model = ep.config.model
     routing = ep.route(torch.empty(0, model.num_experts, device=ep.device))
     x_TD = torch.empty(0, model.hidden_size, dtype=model.torch_dtype, device=ep.device)
@@ -217,7 +238,9 @@ def _synchronise(ep: ExpertParallel) -> None:
 
 
 def live(config: EPConfig) -> EPConfig:
-    """Make a configuration whose experts can move: each rank has one slot more than it needs."""
+    """Make a configuration whose experts can move: each rank has one slot more than it needs. A
+    configuration whose experts can move already stays as it is. Raises UserError if they cannot.
+    """
     if config.placement.live:
         return config
     E = config.model.num_experts
@@ -230,8 +253,8 @@ def live(config: EPConfig) -> EPConfig:
 
 
 def _tolerance(config: EPConfig) -> float:
-    """The limit of the worst error. It allows for the rounding of the rows' dtype, also inside the
-    experts.
+    """The largest relative error that passes the check. It allows for the rounding of rows in
+    dispatch and combine, and inside the experts.
     """
     if config.exchange.quantizes:
         return FP8_TOLERANCE
@@ -240,13 +263,13 @@ def _tolerance(config: EPConfig) -> float:
 
 def require_memory(config: EPConfig) -> None:
     """Raise UserError if this machine's memory cannot hold all ranks of `config`."""
-    # On GPUs each rank uses the memory of its own.
+    # On GPUs each rank uses the memory of its own GPU.
     if config.exchange.transport == "nvlink":
         return
     ranks = config.topology.ep_size
     weights = _bytes_per_intermediate(config) * _intermediate_size(config)
     windows = sum(plan.total_bytes for plan in rank_plans(config))
-    # Weights of all experts, and as many at most for those of the rank.
+    # A rank holds the weights of all experts, and a copy of those that it serves: all, at most.
     needed = windows + ranks * (2 * weights + PROCESS_BYTES)
     available = available_memory_bytes()
     if needed > available:
@@ -259,6 +282,9 @@ def require_memory(config: EPConfig) -> None:
 
 
 def _expert_weights(config: EPConfig, seed: int, device: torch.device) -> _Weights:
+    """Make random weights of all experts, the same on every rank. Outputs have a variance of about
+    1.
+    """
     E = config.model.num_experts
     D = config.model.hidden_size
     F = _intermediate_size(config)
@@ -270,21 +296,25 @@ def _expert_weights(config: EPConfig, seed: int, device: torch.device) -> _Weigh
 
 
 def _intermediate_size(config: EPConfig) -> int:
-    """F, a multiple of 16: half of D, or less where the weights would exceed `WEIGHT_BUDGET`."""
+    """Choose the width F of an expert: half of D, or less where the weights of all experts would
+    exceed `WEIGHT_BUDGET`. It is a multiple of 16, and at least 16.
+    """
     most = min(config.model.hidden_size // 2, WEIGHT_BUDGET // _bytes_per_intermediate(config))
     return max(16, most // 16 * 16)
 
 
 def _bytes_per_intermediate(config: EPConfig) -> int:
-    """Bytes of one intermediate element of all experts: its rows of gate and up, its column of
-    down.
+    """The bytes of weights for each unit of an expert's width: a row of gate, a row of up and a
+    column of down, over all experts.
     """
     model = config.model
     return 3 * model.num_experts * model.hidden_size * model.torch_dtype.itemsize
 
 
 def _relative_error(y: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest error over the largest value; infinity if y has NaN or Inf."""
+    """The largest error of `y`, divided by the largest value of `expected`. It is infinite if `y`
+    has NaN or Inf.
+    """
     if not y.isfinite().all():
         return float("inf")
     if y.numel() == 0:

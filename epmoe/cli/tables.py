@@ -1,4 +1,4 @@
-"""The tables of a run, for the terminal and the report, and all else that the terminal shows."""
+"""Makes the tables of a run for the terminal and the report, and prints a run on the terminal."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ from epmoe.cli.console import (
 )
 from epmoe.cli.result import STAGES, Result, imbalance, mean_stages
 
-# Styles of cells that begin with one of these.
+# The styles of cells on the terminal, by their first character.
 _STYLES = {"✓": "green", "✗": "bold red"}
 
 
 @dataclass(frozen=True)
 class Cells:
-    """A table. The columns that `words` names stand on the left, and their cells are no figures."""
+    """The cells of a table. Columns that `words` names hold text and are aligned on the left; all
+    others hold figures.
+    """
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     words: Container[str]
     has_sum: bool = False
-    """whether the last row is the sum of those above"""
+    """whether the last row is the sum of the rows above it"""
 
     def draw(self) -> Table:
-        """The table for the terminal."""
+        """Make the table for the terminal."""
         table = plain_table(self.columns, self.words)
         for number, row in enumerate(self.rows, start=1):
             cells = [Text(cell, style=_STYLES.get(cell[:1], "")) for cell in row]
@@ -71,7 +73,7 @@ def show(result: Result) -> None:
         console.print(
             f"  waits: longest for rank {rank}, {human_seconds(seconds)} of all ranks together"
         )
-    # Say whether all is well.
+    # Show the counters of health that are not 0, and the checks.
     counts = []
     for name, count in result.health.items():
         if count:
@@ -90,15 +92,15 @@ def show(result: Result) -> None:
 
 
 def summarise(results: Sequence[Result]) -> None:
-    """Print one line for each run, if there were several."""
+    """Print a table with one line for each run, if there were several runs."""
     if len(results) > 1:
         console.rule("[bold]summary[/]")
         print_table(summary_table(results).draw())
 
 
 def summary_table(results: Sequence[Result]) -> Cells:
-    """Make a row for each run, with the outcomes of all checks."""
-    # A column for each check that any run has, then those of the figures.
+    """Make a table with a row for each run and the outcomes of all its checks."""
+    # Make a column for each check that any run has. The columns of the figures follow.
     checks = dict.fromkeys(check.what for result in results for check in result.checks)
     figures = (
         "one process",
@@ -122,7 +124,9 @@ def summary_table(results: Sequence[Result]) -> Cells:
 
 
 def rank_table(result: Result) -> Cells:
-    """Make the table of the rows and pairs of each rank."""
+    """Make the table of the rows that each rank has sent and received, and of the pairs that it has
+    computed. With dropped pairs, the table shows kept pairs and all pairs.
+    """
     has_drops = any(result.dropped)
     load = f"load per {result.holder}"
     columns = (
@@ -133,27 +137,27 @@ def rank_table(result: Result) -> Cells:
         f"busiest {result.holder}",
         load,
     )
-    # A column of the traffic is what a rank received.
+    # Rows of the traffic are sources, so a rank has received the sum of a column.
     received = [sum(rows) for rows in zip(*result.traffic, strict=True)]
     rows = []
     for rank, loads in enumerate(result.loads):
         kept = sum(loads)
-        top = max(loads, default=0)
+        largest_load = max(loads, default=0)
         pairs = f"{kept:,}"
         if has_drops:
             pairs += f"/{kept + result.dropped[rank]:,}"
         busiest = "–"
-        if top:
-            expert = result.placement.local_experts(rank)[loads.index(top)]
-            busiest = f"#{expert}: {top:,}"
+        if largest_load:
+            expert = result.placement.local_experts(rank)[loads.index(largest_load)]
+            busiest = f"#{expert}: {largest_load:,}"
         sent = f"{sum(result.traffic[rank]):,}"
         rows.append((f"{rank}", sent, f"{received[rank]:,}", pairs, busiest, sparkline(loads)))
     return Cells(columns, rows, words=(load,))
 
 
 def stage_table(result: Result) -> Cells:
-    """Make the table of the seconds of each stage: of the single process, of the mean rank, and of
-    the fastest and slowest rank.
+    """Make the table of the seconds of each stage: in the single process if there was one, on
+    average over the ranks, and on the fastest and the slowest rank.
     """
     columns = ["stage", result.processes, "least to most", f"per {result.unit}", "share"]
     alone: dict[str, float] = {}
@@ -163,29 +167,37 @@ def stage_table(result: Result) -> Cells:
         alone = mean_stages(result.baseline.stages)
         alone_elapsed = mean(result.baseline.elapsed)
 
-    # A row for each stage, one for the time in them that ranks waited, and the sum.
+    # Make a row for each stage, one row for the part of these times that ranks have waited, and a
+    # row for the sum.
     rows = []
     for stage in STAGES:
         if stage in result.seconds or stage in alone:
-            of_ranks = [seconds.get(stage, 0.0) for seconds in result.stages]
-            rows.append(_stage_row(result, stage, alone.get(stage), of_ranks))
+            rank_seconds = [seconds.get(stage, 0.0) for seconds in result.stages]
+            rows.append(_stage_row(result, stage, alone.get(stage), rank_seconds))
     if result.waiting:
+        # Waits for several ranks overlap, so each rank's longest wait is a lower bound.
         longest = [max(waited) for waited in result.waited]
         rows.append(_stage_row(result, "of it waiting", None, longest, bound="≥ "))
-    *sums, _share = _stage_row(result, "all stages", alone_elapsed, result.elapsed)
-    rows.append([*sums, "100%"])
+    # The whole run was measured independently of the stages, so set its share to 100%.
+    total_row = _stage_row(result, "all stages", alone_elapsed, result.elapsed)
+    total_row[-1] = "100%"
+    rows.append(total_row)
     return Cells(columns, rows, words=("stage",), has_sum=True)
 
 
 def _stage_row(
-    result: Result, name: str, alone: float | None, of_ranks: Sequence[float], bound: str = ""
+    result: Result, name: str, alone: float | None, rank_seconds: Sequence[float], bound: str = ""
 ) -> list[str]:
-    """The cells of one row: seconds of the single process, `alone`, and of each rank."""
+    """Make the cells of one row of the table of stages.
+
+    `alone` are the seconds of the single process, or None without one. `rank_seconds` are those of
+    each rank. `bound` stands in front of the average, as in "≥ ".
+    """
     total = sum(result.seconds.values()) or 1.0
     rounds = max(1, result.rounds)
-    average = mean(of_ranks)
-    least = human_seconds(min(of_ranks), zeros=True)
-    most = human_seconds(max(of_ranks), zeros=True)
+    average = mean(rank_seconds)
+    least = human_seconds(min(rank_seconds), zeros=True)
+    most = human_seconds(max(rank_seconds), zeros=True)
     cells = [
         name,
         bound + human_seconds(average, zeros=True),
@@ -203,5 +215,5 @@ def mean(values: Sequence[float]) -> float:
 
 
 def times(imbalance: float | None) -> str:
-    """1.5 → "1.50×"; "–" where there is no load."""
+    """Write an imbalance as a factor: 1.5 becomes "1.50×". Without a load it is "–"."""
     return "–" if imbalance is None else f"{imbalance:.2f}×"

@@ -1,12 +1,12 @@
-"""LoRA adapters of experts. A low-rank product of each row's adapter is added to both products of
-its expert.
+"""LoRA adapters of experts, for serving. Each row has one adapter or none. The low-rank product of
+the row's adapter is added to each of the two products of the row's expert.
 
     rows [N,D] ─ a [e,C,D] ─▶ [N,C] ─ mask ─▶ [N,C] ─ b [e,2F,C] ─▶ [N,2F]
 
-The mask zeroes the columns of other adapters than the row's.
-
-The A adapters lie side by side in C columns, and each row is multiplied by all of them. So these
-products use the segments of the experts: no rows are sorted, and the host does not wait.
+All adapters of an expert lie side by side in C columns, and each row is multiplied by all of them.
+The mask then sets the columns of adapters to zero that are not the row's. In this way the products
+are grouped GEMMs over the same segments as those of the experts. No rows have to be sorted by
+adapter, and the host does not wait for the GPU.
 """
 
 from __future__ import annotations
@@ -24,21 +24,25 @@ from epmoe.local.spread import local_view
 from epmoe.local.weight_formats import plain_shape
 from epmoe.native.arguments import FLOATS, check_tensor, dtype_name
 
-# The number of a row that has no adapter.
+# The number that stands for "no adapter" of a row.
 NO_ADAPTER = -1
-# Grouped GEMMs want strides of its multiples.
+# Grouped GEMMs need strides that are multiples of this number of bytes.
 _LINE_BYTES = 16
 
 
 def _writable_anywhere() -> torch.inference_mode:
-    """For making buffers: those made in inference mode could not be written outside it."""
+    """A context for making buffers that can be written later, inside and outside inference mode.
+
+    A tensor that is made in inference mode could not be written outside it.
+    """
     return torch.inference_mode(False)
 
 
 class LoRA(NamedTuple):
-    """One adapter of some experts, of rank r. It adds b · a to each weight; None adds nothing.
+    """One adapter, of rank r, of e experts. It adds the product b · a to a weight.
 
-    Factors are fp32, fp16 or bf16, on any device. b includes the adapter's scaling.
+    The factors are fp32, fp16 or bf16, on any device. The factor b includes the adapter's scaling.
+    A weight that the adapter does not change has None in place of its factors.
     """
 
     gate_up: tuple[Tensor, Tensor] | None
@@ -48,22 +52,23 @@ class LoRA(NamedTuple):
 
 
 class ExpertAdapters(nn.Module):
-    """Room for adapters of this rank's experts, for serving. At first all are zeros, which add
-    nothing.
+    """Memory for several adapters of this rank's experts, for serving.
 
-    The weights are buffers in the dtype of outputs, and no part of a state dict: an adapter comes
-    from a file of its own. `MoELayer.load_adapter` and `MoELayer.put_adapter` see to it that all
-    ranks have the same; `put_local` and `clear_local` change this rank alone. All write in place,
-    so CUDA graphs go on.
+    At first all factors are zeros, which add nothing. The factors are buffers in the dtype of the
+    experts' outputs. They are not part of a state dict, since an adapter has a file of its own.
+
+    `MoELayer.load_adapter` and `MoELayer.put_adapter` put the same adapter on all ranks.
+    `put_local` and `clear_local` change this rank alone. All of them write in place, so that
+    captured CUDA graphs see the new adapter.
 
     Args:
-        experts: of this rank.
-        count: A, adapters at a time.
-        rank: the largest r of an adapter. Lower ones are filled up with zeros.
+        experts: the experts of this rank.
+        count: how many adapters there is memory for.
+        rank: the largest rank r of an adapter. Zeros fill up adapters of a lower rank.
 
     Raises:
-        ValueError: `count` or `rank` is below 1, or the experts are `batch_invariant`: products of
-            adapters are not.
+        ValueError: `count` or `rank` is below 1; or the experts are `batch_invariant`, which the
+            products of adapters are not.
     """
 
     gate_up_a: Tensor
@@ -73,9 +78,9 @@ class ExpertAdapters(nn.Module):
     numbers: set[int]
     """The numbers of adapters that this rank holds."""
     lost: set[int]
-    """The numbers of adapters that this rank has held, and that are zeros now, since weights of
-    experts went without them. Calls that name adapters are refused until each of these was put
-    again or cleared.
+    """The numbers of adapters that this rank had and can no longer vouch for. For example, experts
+    have moved to this rank without their adapters. Calls that name adapters are refused until each
+    of these adapters has been put again or cleared.
     """
 
     def __init__(self, experts: GroupedExperts, count: int, rank: int) -> None:
@@ -92,11 +97,11 @@ class ExpertAdapters(nn.Module):
         self.numbers = set()
         self.lost = set()
 
-        # Columns of all adapters, in whole lines.
+        # Round the columns of all adapters up, so that strides are as GEMMs need them.
         step = _LINE_BYTES // experts.dtype.itemsize
         C = -(-count * rank // step) * step
 
-        # Room for their factors, zeros.
+        # Make buffers for the factors of both weights, filled with zeros.
         e, D, F = plain_shape(local_view(experts.w_down.detach()))
         two_F = experts.w_gate_up.shape[1]
         shapes = {
@@ -111,52 +116,55 @@ class ExpertAdapters(nn.Module):
                 self.register_buffer(name, zeros, persistent=False)
         self._choose()
 
-    # Buffers of either mode can be written in inference mode.
+    # In inference mode all buffers can be written, whatever mode they were made in.
     @torch.inference_mode()
     def put_local(self, number: int, adapter: LoRA) -> None:
-        """Put an adapter under this number, on this rank, from the next call on.
+        """Store an adapter under a number, on this rank alone. The next call uses it.
 
         Args:
-            number: from 0 to A − 1.
-            adapter: of this rank's experts, on any device and in any float dtype.
+            number: the number of the adapter, from 0 to `count` − 1.
+            adapter: the adapter of this rank's experts, on any device and in any float dtype.
 
         Raises:
-            TypeError: a factor is no float tensor.
-            ValueError: the number or a shape is another one; or a value is not finite in the dtype
-                of outputs, which would reach the rows of other adapters.
+            TypeError: a factor is not a float tensor.
+            ValueError: the number is out of range; or a factor has a wrong shape; or a value is not
+                finite in the dtype of outputs, and would spoil the rows of other adapters.
         """
         adapter = self.checked(number, adapter)
-        room = self._room(number)
-        self._empty(number)
-        # An exception, such as a Ctrl-C, may leave a part of it.
+        views = self._views(number)
+        self._zero(number)
+        # The adapter counts as lost until all of it is written. An exception meanwhile, such as a
+        # Ctrl-C, may leave only a part of it.
         self.lost.add(number)
         for name, factors in adapter._asdict().items():
             if factors is None:
                 continue
             a, b = factors
-            a_room, b_room = room[name]
-            # Ranks above that of the adapter stay zeros.
+            a_view, b_view = views[name]
+            # The columns behind the adapter's rank stay zeros.
             r = a.shape[1]
-            a_room[:, :r].copy_(a)
-            b_room[:, :, :r].copy_(b)
+            a_view[:, :r].copy_(a)
+            b_view[:, :, :r].copy_(b)
         self.numbers.add(number)
         self.lost.discard(number)
 
     def checked(self, number: int, adapter: LoRA) -> LoRA:
-        """Check an adapter, with the errors of `put_local`. Returns it on the device and in the
-        dtype of outputs.
+        """Check an adapter before it is stored under a number.
+
+        Returns the adapter on the device and in the dtype of the experts' outputs. Raises the
+        errors of `put_local`.
         """
-        room = self._room(number)
+        views = self._views(number)
         made: dict[str, Factors | None] = {}
         for name, factors in adapter._asdict().items():
             made[name] = None
             if factors is None:
                 continue
-            # The shapes of the experts, with one rank that there is room for.
+            # The factors must have the experts' sizes and the same rank, at most `self.rank`.
             a, b = factors
-            a_room, b_room = room[name]
-            e, _, k = a_room.shape
-            n = b_room.shape[1]
+            a_view, b_view = views[name]
+            e, _, k = a_view.shape
+            n = b_view.shape[1]
             check_tensor(f"{name} a", a, FLOATS, (e, "r", k))
             r = a.shape[1]
             check_tensor(f"{name} b", b, FLOATS, (e, n, r))
@@ -164,7 +172,8 @@ class ExpertAdapters(nn.Module):
                 raise ValueError(
                     f"`{name}` must have a rank of at most `adapter_rank` = {self.rank}, got {r}"
                 )
-            # One value that is not finite would reach the rows of all adapters.
+            # A value of b that is not finite would spoil the rows of all other adapters. Their
+            # columns are zeros by the mask, but zero times Inf or NaN is NaN.
             a = a.to(self.gate_up_a)
             b = b.to(self.gate_up_a)
             if not (a.isfinite().all() and b.isfinite().all()):
@@ -176,29 +185,32 @@ class ExpertAdapters(nn.Module):
 
     @torch.inference_mode()
     def clear_local(self, number: int) -> None:
-        """Remove the adapter with this number on this rank: its factors become zeros. Raises
-        ValueError for a number out of range.
+        """Remove the adapter with this number, on this rank alone. Its factors become zeros.
+
+        Raises ValueError if the number is out of range.
         """
-        self._empty(number)
+        self._zero(number)
         self.numbers.discard(number)
         self.lost.discard(number)
 
     def lose(self, number: int) -> None:
-        """Refuse calls until this adapter was put again or cleared, since other ranks may have
-        another one.
+        """Refuse calls with adapters until the adapter with this number is put again or cleared.
+
+        A caller says this if it is not certain that all ranks have the same adapter.
         """
         if number in range(self.count):
             self.lost.add(number)
 
     def regroup(self, experts: int, whole: bool) -> None:
-        """Make room for so many experts, since this rank has joined another group.
+        """Make memory for another number of experts, after this rank has joined another group.
 
-        Adapters stay if all slots of all ranks hold the same experts as before (`whole`). Otherwise
-        all are lost: an adapter of some experts only would be another one.
+        `whole` says that all slots of all ranks hold the same experts as before, so that the
+        adapters stay valid. Otherwise all adapters are lost, since each of them would lack the
+        factors of some experts.
         """
         with _writable_anywhere():
             for name, buffer in list(self.named_buffers()):
-                # Room for so many, with what the first ones had.
+                # Copy the factors of the first experts. There may be fewer or more experts now.
                 if len(buffer) != experts:
                     fitted = buffer.new_zeros(experts, *buffer.shape[1:])
                     fitted[: len(buffer)] = buffer[:experts]
@@ -208,12 +220,13 @@ class ExpertAdapters(nn.Module):
         self._choose()
 
     def of_rows(self, numbers: Tensor) -> Added:
-        """What a call of `GroupedExperts` adds, by the adapter of each row, int32 [N].
+        """What a call of `GroupedExperts` has to add: the argument `added` of its `forward`.
 
-        Numbers of no adapter add nothing, since columns beyond the last adapter are zeros. So
-        undefined rows may have any number.
+        `numbers` has the number of each row's adapter, int32 [N]. A number that is not that of an
+        adapter adds nothing: it selects no columns, or columns behind those of the last adapter,
+        which are zeros. Undefined rows may therefore have any number.
         """
-        # Each adapter has `rank` columns that follow one another.
+        # The `rank` columns of an adapter follow one another. Find the adapter of each column.
         C = self.gate_up_a.shape[1]
         columns_C = torch.arange(C, dtype=torch.int32, device=numbers.device)
         adapters_C = columns_C.div_(self.rank, rounding_mode="floor")
@@ -225,7 +238,7 @@ class ExpertAdapters(nn.Module):
         )
 
     def of_expert(self, local: int) -> list[Tensor]:
-        """The memory of all adapters of one expert, for moves of experts."""
+        """The memory of all adapters of one expert, by its local number, for moves of experts."""
         return [buffer[local] for buffer in self.buffers()]
 
     def extra_repr(self) -> str:
@@ -233,42 +246,48 @@ class ExpertAdapters(nn.Module):
         return f"{self.count} of rank {self.rank}"
 
     def _choose(self) -> None:
-        """Choose a GEMM that takes the factors of both products."""
-        for_gate_up, *_ = choose("torch", self.gate_up_a, self.gate_up_b)
-        for_down, *_ = choose("torch", self.down_a, self.down_b)
-        # A GEMM that comes later in `GEMMS` takes more weights.
+        """Choose one GEMM for the factors of both weights.
+
+        It is called again after each change of dtype, device or size.
+        """
+        for_gate_up = choose("torch", self.gate_up_a, self.gate_up_b)[0]
+        for_down = choose("torch", self.down_a, self.down_b)[0]
+        # Of two different GEMMs, the one that comes later in `GEMMS` takes the other weights, too.
         name = max(for_gate_up, for_down, key=list(GEMMS).index)
         self._gemm = GEMMS[name]
 
     @torch.inference_mode()
     def _lose(self) -> None:
-        """Zero all adapters, and count those that were here as lost."""
+        """Set all adapters to zero. Those that this rank had are lost."""
         for buffer in self.buffers():
             buffer.zero_()
         self.lost |= self.numbers
         self.numbers.clear()
 
-    def _empty(self, number: int) -> None:
-        """Zero the factors of an adapter."""
-        for a, b in self._room(number).values():
+    def _zero(self, number: int) -> None:
+        """Set the factors of an adapter to zero."""
+        for a, b in self._views(number).values():
             a.zero_()
             b.zero_()
 
     @_writable_anywhere()
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Cast or move the adapters. If that makes values that are not finite, all are lost."""
+        """Cast or move the adapters. torch calls it for `to`, `cuda`, `half` and the like.
+
+        If a cast makes values that are not finite, or there were no values, all adapters are lost.
+        """
         are_lost = False
         for name, buffer in list(self.named_buffers()):
-            # `fn` gets an empty tensor. `to_empty` would leave memory undefined that no state dict
-            # fills.
+            # Apply `fn` to an empty tensor, only to learn the new dtype and device. The function of
+            # `to_empty` would leave the values undefined, and no state dict would fill them later.
             like = fn(buffer.new_empty(0))
             if buffer.is_meta:
-                # There were no values.
+                # A tensor on the meta device has no values.
                 moved = torch.zeros(buffer.shape).to(like)
                 are_lost = True
             else:
                 moved = buffer.to(like)
-                # A cast may leave values that are not finite.
+                # A value may be out of the range of the new dtype.
                 was_cast = moved.dtype != buffer.dtype and not moved.is_meta
                 if was_cast and not moved.isfinite().all():
                     are_lost = True
@@ -278,8 +297,11 @@ class ExpertAdapters(nn.Module):
         self._choose()
         return self
 
-    def _room(self, number: int) -> dict[str, Factors]:
-        """Views of the factors of an adapter, by the names of `LoRA`."""
+    def _views(self, number: int) -> dict[str, Factors]:
+        """Views of the columns in which an adapter's factors lie, by the names of `LoRA`.
+
+        Raises ValueError if `number` is not an int from 0 to `count` − 1.
+        """
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < self.count:
             raise ValueError(
                 f"the number of an adapter must be from 0 to {self.count - 1}, got {number!r}"

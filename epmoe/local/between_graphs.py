@@ -1,5 +1,6 @@
-"""Calls that run between the graphs of torch.compile. Imported by what dynamo traces: dynamo takes
-a second or two.
+"""Calls that run between two graphs of torch.compile, as ordinary Python.
+
+Only code that dynamo traces imports this file, because the import of dynamo takes a second or two.
 """
 
 from __future__ import annotations
@@ -20,17 +21,23 @@ import torch
     "they give"
 )
 def between_graphs(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call `call` with these arguments. dynamo ends its graph before the call and begins another
+    one behind it.
+    """
     return call(*arguments, **options)
 
 
 @torch.compiler.assume_constant_result
 def is_in_checkpoint() -> bool:
-    """Whether dynamo traces what `torch.utils.checkpoint` runs, into the graph of its caller. Runs
-    while dynamo traces.
+    """Whether dynamo is tracing a function that `torch.utils.checkpoint` runs.
+
+    dynamo traces such a function into the graph of its caller. dynamo calls this function while it
+    traces, and takes the result as a constant of the graph.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._higher_order_ops.wrap import TagActivationCheckpoint
 
+    # Each function that is traced into a graph has a tracer, whose parent is that of its caller.
     tracer: Any = InstructionTranslator.current_tx().output.current_tracer
     while tracer is not None:
         if isinstance(tracer.source_target, TagActivationCheckpoint):

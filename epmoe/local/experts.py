@@ -1,5 +1,6 @@
-"""The experts stage: SwiGLU experts over expert-major rows. Its two grouped GEMMs are
-a library's.
+"""The experts stage as a module: `GroupedExperts`, the SwiGLU experts of one rank.
+
+It computes on expert-major rows, by two grouped GEMMs that `Stage` chooses for the weights.
 """
 
 from __future__ import annotations
@@ -27,30 +28,36 @@ from epmoe.native.arguments import (
 )
 from epmoe.native.formats import format_of_rows
 
+# The dtypes that weights may have.
 DTYPES = (*FLOATS, torch.float64, *FORMATS)
-# These keep their dtypes under casts, if the weights have scales.
+# The parameters that casts leave alone if the weights have scales.
 _KEEP_DTYPE = ("w_gate_up", "w_down", "gate_up_scales", "down_scales")
 
 
 class _Sizes(NamedTuple):
-    """Sizes of the weights of experts, in numbers."""
+    """The sizes of experts' weights, counted in numbers even if an item of memory has several."""
 
     e: int
+    """how many experts this rank has"""
     D: int
+    """the hidden size"""
     F: int
+    """the width of an expert"""
 
 
 def _checked_sizes(w_gate_up: Tensor, w_down: Tensor) -> _Sizes:
-    """The sizes of weights [e, 2F, D] and [e, D, F]. Raises TypeError or ValueError, in the words
-    of users, where they do not fit each other.
+    """Check the shapes and dtypes of weights [e, 2F, D] and [e, D, F], and return their sizes.
+
+    Raises TypeError or ValueError, which names the argument, if the weights do not fit each other.
     """
-    # Errors name the dtype that is meant, if it is one.
+    # Both weights must have the same dtype. If that of `w_down` is allowed, errors name it alone,
+    # otherwise they list all allowed dtypes.
     dtype = getattr(w_down, "dtype", None)
     dtypes = [known for known in DTYPES if known == dtype]
     check_tensor("w_down", w_down, dtypes or DTYPES, ("e", "D", "F"))
     e, D, F = plain_shape(w_down)
 
-    # Numbers of few bits lie several in an item, in whole groups.
+    # An item of MXFP4 has two numbers, and a group of 32 numbers has one scale.
     packed = 1
     quantized = FORMATS.get(w_down.dtype)
     if quantized is not None and quantized.packed > 1:
@@ -67,30 +74,36 @@ def _checked_sizes(w_gate_up: Tensor, w_down: Tensor) -> _Sizes:
 
 
 def _check_not_transposed(w_gate_up: object, w_down: Tensor) -> None:
-    """Raise ValueError, which names the weights to transpose, if they would fit transposed."""
+    """Raise ValueError if the weights do not fit, but would fit if some of them were transposed.
+
+    The error names these weights. Weights in a format with scales are not looked at.
+    """
     if not isinstance(w_gate_up, Tensor) or w_gate_up.dim() != 3 or w_gate_up.dtype != w_down.dtype:
         return
-    given = {"w_gate_up": w_gate_up, "w_down": w_down}
-    if _fit(given) or w_down.dtype in FORMATS:
+    weights = {"w_gate_up": w_gate_up, "w_down": w_down}
+    if _fit(weights) or w_down.dtype in FORMATS:
         return
-    # Either of them, or both.
+    # Try to transpose one of the weights, then both.
     for names in (["w_gate_up"], ["w_down"], ["w_gate_up", "w_down"]):
-        turned = given | {name: given[name].mT for name in names}
-        if _fit(turned):
-            wants = " and ".join(f"`{name}` must be {list(turned[name].shape)}" for name in names)
-            got = " and ".join(f"{list(given[name].shape)}" for name in names)
+        transposed = weights | {name: weights[name].mT for name in names}
+        if _fit(transposed):
+            shapes = {name: list(transposed[name].shape) for name in names}
+            wants = " and ".join(f"`{name}` must be {shape}" for name, shape in shapes.items())
+            got = " and ".join(f"{list(weights[name].shape)}" for name in names)
             raise ValueError(f"{wants}, got {got}, which is transposed: give its .mT")
 
 
 def _fit(weights: Mapping[str, Tensor]) -> bool:
-    """Whether these are [e, 2F, D] and [e, D, F] of one D and F."""
+    """Whether the weights are [e, 2F, D] and [e, D, F] with the same e, D and F."""
     e, two_f, d = weights["w_gate_up"].shape
     return weights["w_down"].shape == (e, d, two_f // 2) and two_f % 2 == 0
 
 
 def is_called_alone(experts: object) -> TypeGuard[GroupedExperts]:
-    """Whether experts are `GroupedExperts`, and a call of them runs their `forward` and nothing
-    else, such as hooks.
+    """Whether experts are `GroupedExperts` whose call does nothing but run the known `forward`.
+
+    That is not so if there are hooks, or if a subclass or other code has replaced `forward`. A
+    layer may then skip `forward` and call `serve`, which is faster.
     """
     if not isinstance(experts, GroupedExperts):
         return False
@@ -106,81 +119,93 @@ def is_called_alone(experts: object) -> TypeGuard[GroupedExperts]:
 
 
 def parameter(value: Tensor) -> nn.Parameter:
-    """Make a parameter that shares memory with `value`. It requires grad where autograd can have
-    one: not for fp8, MXFP4 and fp64 experts, which serve only, and not for tensors of inference
-    mode.
+    """Make a parameter that shares memory with `value`.
+
+    The parameter requires grad, with two exceptions. fp8, MXFP4 and fp64 weights do not, since such
+    experts cannot be trained, and tensors that were made in inference mode cannot have gradients.
     """
     return nn.Parameter(value, requires_grad=value.dtype in FLOATS and not value.is_inference())
 
 
 class GroupedExperts(nn.Module):
-    """This rank's experts, `down(silu(gate(x)) · up(x))`, over rows in the order of `ep.dispatch`.
+    """The SwiGLU experts of one rank: each expert computes `down(silu(gate(x)) · up(x))`.
 
-    On GPUs nothing looks at the host, so that a call can be captured into a CUDA graph: with bf16
-    weights on compute capability 9.0 and later, and with fp8 and MXFP4 weights on 9.0. Rows of gaps
-    and past the last segment may hold anything, and so may their outputs. Autocast changes nothing.
+    A call takes rows that lie expert by expert, as `ep.dispatch` returns them. Between the segments
+    of two experts there may be a gap. Rows of gaps and rows behind the last segment may hold any
+    values, and so may their outputs. Autocast has no effect.
 
-    Weights are parameters that share the memory of the given tensors. A call whose rows, row
-    weights or parameters require grad in grad mode has gradients, which have the same bits on every
-    run; any other call only serves. Outputs have the same bits either way, for the same GEMM; with
-    gradients it is Hopper's, torch's, or the loop. fp8, MXFP4 and fp64 weights serve only. Frozen
-    parameters keep nothing for the backward pass. Gradients of gradients raise. Casts, moves and
-    `load_state_dict` choose the GEMMs again. Casts leave fp8 weights and scales alone.
+    On GPUs the host does not wait in a call, so that a CUDA graph can capture it. This holds for
+    bf16 weights on compute capability 9.0 and later, and for fp8 and MXFP4 weights on 9.0.
 
-    In a `MoELayer` over several ranks the weights become DTensors [E, …], of which each rank has
-    its own rows: see `epmoe.training.spread`.
+    The weights are parameters that share memory with the tensors that the constructor gets. In grad
+    mode, a call has gradients if its rows, row weights or a parameter require grad; any other call
+    only serves. The gradients have the same bits in every run. The outputs have the same bits with
+    and without gradients if the same GEMM computes them; for calls with gradients it is Hopper's,
+    torch's, or a loop. fp8, MXFP4 and fp64 weights cannot be trained. For frozen parameters nothing
+    is kept for the backward pass. Gradients of gradients are refused.
 
-    `gemm` says which GEMM GPUs use:
+    Casts, moves and `load_state_dict` choose the GEMMs again. A cast does not change fp8 or MXFP4
+    weights and their scales.
 
-    - "auto": DeepGEMM where it is installed (`pip install epmoe[deep_gemm]`) and takes the weights:
-      fp8 with D and F multiples of 128, bf16 with multiples of 64, compute capability 9.0. All
-      other weights take torch's `grouped_mm`, or kernels of our own on compute capability 9.0:
-      MXFP4 with multiples of 64, and bf16 with multiples of 8, which they also train. Calls of
-      `MoELayer` with few tokens take others, which read the weights once: docs/kernels.md, "Experts
-      with few rows". Bits of outputs then depend on the number of tokens, unless the experts are
-      `batch_invariant`.
-    - "deep_gemm": DeepGEMM or an error.
-    - "hopper": our own or an error.
-    - "torch": neither. fp8 weights are then dequantized in every call, which is right but slow, and
-      takes the memory of the weights in bf16. CPUs always do this; "auto" warns of it on GPUs.
+    In a `MoELayer` over several ranks the weights become DTensors [E, …] of the experts of all
+    ranks, of which each rank has its own rows. See `epmoe.training.spread`.
 
-    DeepGEMM needs segments that start at multiples of 64 rows. It is used where a call says so, by
-    `alignment`, which a `MoELayer` does; "auto" takes another for any other call, and "deep_gemm"
-    counts on it. MXFP4 weights that none of our kernels takes are dequantized in every call, which
-    takes the memory of all experts of the layer in bf16 for as long as the call runs. Weights that
-    torch does not take either (it needs strides of multiples of 16 bytes, and no fp64) go through a
-    loop over the experts, which looks at the host.
+    The argument `gemm` says which GEMM is used on GPUs:
+
+    - "auto": DeepGEMM, if it is installed (`pip install epmoe[deep_gemm]`) and takes the weights.
+      It takes fp8 with D and F multiples of 128, and bf16 with D and F multiples of 64, on compute
+      capability 9.0. Otherwise epmoe's own kernels on compute capability 9.0, for MXFP4 with
+      multiples of 64, and for bf16 with multiples of 8, which they can also train. Otherwise
+      torch's `grouped_mm`. Calls of `MoELayer` with few tokens use other kernels, which read the
+      weights only once: docs/kernels.md, "Experts with few rows". The bits of outputs then depend
+      on the number of tokens, unless the experts are `batch_invariant`.
+    - "deep_gemm": DeepGEMM. It is an error if it does not take the weights.
+    - "hopper": epmoe's own kernels. It is an error if they do not take the weights.
+    - "torch": none of these. fp8 weights are then dequantized in every call. The result is right,
+      but the call is slow and needs memory for the weights in bf16. CPUs always do this; on GPUs
+      "auto" warns if it has to.
+
+    DeepGEMM needs segments that start at multiples of 64 rows. A call says by `alignment` that its
+    segments do, as `MoELayer` does. For a call that does not say so, "auto" uses another GEMM, and
+    "deep_gemm" assumes that the segments are aligned.
+
+    If none of epmoe's kernels takes MXFP4 weights, they are dequantized in every call, which needs
+    memory for all experts of the layer in bf16 while the call runs. torch does not take fp64, nor
+    strides that are no multiples of 16 bytes. Such weights are multiplied in a loop over the
+    experts, in which the host waits for the GPU.
 
     Args:
-        w_gate_up: fp32, fp16, bf16, fp64 or fp8 e4m3 [e, 2F, D], in which each expert has F gate
-            rows, then F up rows; or MXFP4, float4_e2m1fn_x2 [e, 2F, D/2]: an item has two codes,
-            the low four bits first; bytes become them by `.view(torch.float4_e2m1fn_x2)`. D and F
-            are then multiples of 32.
-        w_down: [e, D, F], or [e, D, F/2] of MXFP4; same dtype and device.
-        gate_up_scales: with fp8 weights fp32 [e, ⌈2F/128⌉, ⌈D/128⌉], one for each block of 128 ×
-            128. With MXFP4 float8_e8m0fnu [e, 2F, D/32], one for each 32 numbers of a row.
-        down_scales: fp32 [e, ⌈D/128⌉, ⌈F/128⌉] with fp8 weights, float8_e8m0fnu [e, D, F/32] with
-            MXFP4.
+        w_gate_up: the weights of gate and up, [e, 2F, D] in fp32, fp16, bf16, fp64 or fp8 e4m3.
+            Each expert has F rows of gate, then F rows of up. Or MXFP4: float4_e2m1fn_x2 [e, 2F,
+            D/2], where an item has two codes, the low four bits first. Bytes become such items by
+            `.view(torch.float4_e2m1fn_x2)`. D and F must be multiples of 32 for MXFP4.
+        w_down: the weights of down, [e, D, F], or [e, D, F/2] for MXFP4, in the same dtype and on
+            the same device.
+        gate_up_scales: for fp8 weights, fp32 [e, ⌈2F/128⌉, ⌈D/128⌉]: a scale for each block of 128
+            × 128. For MXFP4, float8_e8m0fnu [e, 2F, D/32]: a scale for each 32 numbers of a row.
+        down_scales: for fp8 weights, fp32 [e, ⌈D/128⌉, ⌈F/128⌉]. For MXFP4, float8_e8m0fnu [e, D,
+            F/32].
         gate_up_bias: [e, 2F] in the dtype of outputs, or None.
         down_bias: [e, D] in the dtype of outputs, or None.
-        interleaved: gate and up rows alternate in `w_gate_up` and its bias.
-        limit: gate is at most this, and up lies within ± this, before the activation; None: no
-            limit.
-        alpha: the activation is gate · sigmoid(alpha · gate); 1 is silu.
-        up_offset: is added to up.
-        gemm: which library GPUs use, see above.
-        batch_invariant: the bits of a row's output, and of its gradient, depend on nothing but the
-            row and its own gradient. GPUs then sum in the order of one GEMM in all calls, our own
-            for bf16 and MXFP4, DeepGEMM for fp8, and CPUs multiply blocks of 16 rows.
+        interleaved: whether gate and up rows alternate in `w_gate_up` and its bias.
+        limit: before the activation, gate is cut off above this number, and up outside of ± this
+            number. None: no limit.
+        alpha: the activation is gate · sigmoid(alpha · gate). With 1 it is silu.
+        up_offset: this number is added to up.
+        gemm: the GEMM that GPUs use, see above.
+        batch_invariant: if True, the bits of a row's output depend on nothing but the row, and
+            those of the row's gradient also on the gradient of its output. On GPUs all calls then
+            sum in the order of one GEMM: epmoe's own for bf16 and MXFP4, DeepGEMM for fp8. CPUs
+            multiply blocks of 16 rows.
 
-    For gpt-oss: interleaved=True, limit=7.0, alpha=1.702, up_offset=1.0, and both biases; the
-    checkpoint's weights are transposed, so pass `gate_up_proj.transpose(1, 2)`.
+    For gpt-oss, pass interleaved=True, limit=7.0, alpha=1.702, up_offset=1.0 and both biases. The
+    weights in its checkpoint are transposed, so pass `gate_up_proj.transpose(1, 2)`.
 
     Raises:
-        TypeError: a weight is no tensor, or has another dtype.
-        ValueError: the shapes or devices do not fit each other; DeepGEMM does not take the weights;
-            or no GEMM here is `batch_invariant` for them.
-        ImportError: `gemm` is "deep_gemm", and it is not installed.
+        TypeError: a weight is not a tensor, or has another dtype.
+        ValueError: shapes or devices do not fit each other; or the GEMM that `gemm` names does not
+            take the weights; or no GEMM on this machine is `batch_invariant` for them.
+        ImportError: `gemm` is "deep_gemm", and DeepGEMM is not installed.
     """
 
     w_gate_up: nn.Parameter
@@ -191,8 +216,8 @@ class GroupedExperts(nn.Module):
     down_bias: nn.Parameter | None
     _stage: Stage
     averages_over: int
-    """Gradients of parameters are divided by it. `epmoe.training.ignore_experts` and `fully_shard`
-    set it.
+    """The number by which gradients of parameters are divided. `epmoe.training.ignore_experts` and
+    `fully_shard` set it.
     """
 
     def __init__(
@@ -222,7 +247,7 @@ class GroupedExperts(nn.Module):
             raise ValueError(f"`gemm` must be {', '.join(names)} or {last}, got {gemm!r}")
         super().__init__()
 
-        # The weights, with what belongs to each of them.
+        # The weights, and their scales and biases.
         self.w_gate_up = parameter(w_gate_up)
         self.w_down = parameter(w_down)
         self._add_part("gate_up", gate_up_scales, gate_up_bias, (e, 2 * F, D))
@@ -234,7 +259,7 @@ class GroupedExperts(nn.Module):
         self.alpha = alpha
         self.up_offset = up_offset
 
-        # Gradients, and the GEMMs.
+        # What gradients need, and which GEMMs the caller wants.
         self.averages_over = 1
         self._frozen_by_dtype = list[str]()
         self._wanted = gemm
@@ -244,8 +269,10 @@ class GroupedExperts(nn.Module):
     def _add_part(
         self, part: str, scales: Tensor | None, bias: Tensor | None, sizes: tuple[int, int, int]
     ) -> None:
-        """Make scales and bias of weights [e, n, k] parameters, or None. Raises TypeError or
-        ValueError where they do not fit.
+        """Register the scales and the bias of one weight [e, n, k] as parameters, or as None.
+
+        `part` is "gate_up" or "down", and `sizes` is (e, n, k). Raises TypeError or ValueError if
+        they do not fit the weight.
         """
         e, n, k = sizes
         device = self.w_down.device
@@ -265,7 +292,7 @@ class GroupedExperts(nn.Module):
                 self.register_parameter(name, None)
                 continue
             made = parameter(value)
-            # Quantized experts only serve.
+            # Quantized experts cannot be trained.
             if quantized is not None:
                 made.requires_grad_(False)
             self.register_parameter(name, made)
@@ -277,13 +304,14 @@ class GroupedExperts(nn.Module):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the weights have scales: fp8 or MXFP4, which serve only."""
+        """Whether the weights have scales. Such weights, fp8 or MXFP4, cannot be trained."""
         return self.w_down.dtype in FORMATS
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of outputs, and of rows without scales: that of the weights, or bf16 where
-        these have scales.
+        """The dtype of outputs, and of rows that have no scales.
+
+        It is that of the weights, or bf16 if the weights have scales.
         """
         return product_dtype(self.w_down)
 
@@ -294,12 +322,15 @@ class GroupedExperts(nn.Module):
 
     @property
     def stage(self) -> Stage:
-        """The GEMMs. It is another one whenever they may have changed."""
+        """The chosen GEMMs. It is a new object whenever they may have changed."""
         return self._stage
 
     @property
     def gemms(self) -> tuple[str, ...]:
-        """Names of the GEMMs that serve. A call takes the first that takes its segments."""
+        """The names of the GEMMs for calls without gradients.
+
+        A call uses the first of them that takes its segments.
+        """
         return self._stage.gemms
 
     @gemms.setter
@@ -308,15 +339,14 @@ class GroupedExperts(nn.Module):
 
     @property
     def gemm(self) -> str:
-        """The name of the GEMM that serves calls of many rows whose segments lie as it
-        wants them.
-        """
+        """The name of the GEMM for calls with many rows whose segments are aligned as it needs."""
         return self._stage.gemm
 
     @property
     def alignment(self) -> int:
-        """Segments must start at multiples of this number of rows, as in rounds of `dispatch(…,
-        aligned=True)`.
+        """The number of rows at whose multiples segments must start.
+
+        They do in a round of `dispatch(…, aligned=True)`.
         """
         return self._stage.alignment
 
@@ -329,12 +359,14 @@ class GroupedExperts(nn.Module):
 
     @property
     def is_capturable(self) -> bool:
-        """Whether a CUDA graph can capture a call, which then waits for nothing on the host."""
+        """Whether a CUDA graph can capture a call. The host does not wait in such a call."""
         return GEMMS[self.gemm].is_capturable(self.w_down)
 
     def refuse_capture(self, *, trains: bool = False) -> None:
-        """Raise RuntimeError, which names the GEMM, if the current stream captures a CUDA graph
-        and a call would wait for the host. `trains`: a call with gradients.
+        """Raise RuntimeError if a CUDA graph is being captured that could not capture a call.
+
+        That is the case if the GEMM of the call, which the error names, makes the host wait.
+        `trains` means a call with gradients.
         """
         self._stage.refuse_capture(self.w_down, trains=trains)
 
@@ -353,42 +385,45 @@ class GroupedExperts(nn.Module):
         """Apply each expert to its segment of rows.
 
         Args:
-            rows_ND: [N, D] in `dtype`, or fp8 with `scales`. Rows past `expert_offsets[e]` have no
-                effect on others. Their outputs are undefined, but in a call with gradients zeros,
-                as the gradients of these rows are.
-            expert_offsets: int32 [e + 1]. Expert i's segment is rows[expert_offsets[i] :
-                expert_offsets[i + 1]], alignment gaps included.
-            scales: fp32 [N, ⌈D/128⌉] of fp8 rows, or None. The rows are dequantized, unless a
-                kernel takes them as they are.
-            tokens_per_expert: int32 [e], rows of each segment without its gap, so that nothing is
-                computed for gaps between the two GEMMs; by default segments count as full.
-            alignment: in rows: all segments start at its multiples. That of a round is
+            rows_ND: the rows, [N, D] in `dtype`, or fp8 with `scales`. Rows behind
+                `expert_offsets[e]` have no effect on the outputs of others. In a call with
+                gradients, their outputs and gradients are zeros. In any other call, their outputs
+                are undefined.
+            expert_offsets: int32 [e + 1]. The segment of expert i is rows[expert_offsets[i] :
+                expert_offsets[i + 1]], including the gap behind its rows.
+            scales: the scales of fp8 rows, fp32 [N, ⌈D/128⌉], or None. The rows are dequantized
+                unless a kernel takes fp8 rows.
+            tokens_per_expert: int32 [e], the rows of each segment without its gap. Then nothing is
+                computed for gaps between the two GEMMs. None: segments have no gaps.
+            alignment: the number of rows at whose multiples all segments start. For a round it is
                 `Dispatched.alignment`. None: not known.
-            rows_per_expert: rows of an expert on average, as far as this rank can tell, by which it
-                chooses a GEMM. Any number of rows is right, but slow if there are many more. None:
-                not known.
-            row_weights: fp32 [N] of a round with `weights_on="both"`, whose combine multiplies
-                outputs by them, or None. The outputs here are not multiplied. The gradients that
-                arrive are those of weighted outputs, and the weights get gradients. With gaps,
-                `tokens_per_expert` must be given, or rows of gaps and their gradients be zeros.
-            added: what adapters add for each row, `ExpertAdapters.of_rows`, or None. Such a call
-                has no gradients.
+            rows_per_expert: how many rows an expert has on average, as far as this rank can tell. A
+                GEMM is chosen by it. The result is right for any number of rows, but the call is
+                slow if there are many more than this. None: not known.
+            row_weights: the weights of rows, fp32 [N], or None. It is for rounds with
+                `weights_on="both"`, in which combine multiplies the outputs by these weights. This
+                call does not multiply by them, but it expects gradients of weighted outputs, and
+                computes the gradients of the weights. If segments have gaps, `tokens_per_expert`
+                must be given, or the rows of gaps and their gradients must be zeros.
+            added: what adapters add for each row, the result of `ExpertAdapters.of_rows`, or None.
+                Such a call has no gradients.
 
         Returns:
             Outputs [N, D] in `dtype`.
 
         Raises:
             TypeError: an argument has another dtype.
-            ValueError: an argument has another shape or device; or `gemm` is "deep_gemm" or the
-                experts are `batch_invariant`, and `alignment` is no multiple of the property.
-            RuntimeError: something requires grad in grad mode, but the weights are fp8, MXFP4 or
-                fp64.
+            ValueError: an argument has another shape or device; or no GEMM takes segments with this
+                `alignment`, because `gemm` is "deep_gemm" or the experts are `batch_invariant`, and
+                it is no multiple of the property `alignment`.
+            RuntimeError: an argument or a parameter requires grad in grad mode, but the weights are
+                fp8, MXFP4 or fp64.
         """
         weights = self._weights(added)
         e, D, _ = weights.down.shape
         device = weights.down.device
 
-        # The rows, in the dtype of outputs or in fp8.
+        # Check the rows, which have the dtype of outputs or are fp8.
         dtype = self.dtype if scales is None else FP8
         check_tensor("rows", rows_ND, (dtype,), ("N", D), device)
         check_tensor("expert_offsets", expert_offsets, (torch.int32,), (e + 1,), device)
@@ -401,44 +436,51 @@ class GroupedExperts(nn.Module):
             shape = (N, wire.num_scales(D))
             check_tensor("scales", scales, (wire.scale or torch.float32,), shape, device)
 
-        # Where the rows of each expert lie, by which a GEMM is chosen.
+        # Describe where the rows of each expert lie. The GEMM is chosen by this.
         tokens = None
         if tokens_per_expert is not None:
             check_tensor("tokens_per_expert", tokens_per_expert, (torch.int32,), (e,), device)
             tokens = tokens_per_expert.contiguous()
         if not alignment:
-            # A caller who has asked for a GEMM by name counts on its alignment.
+            # The caller does not say how segments are aligned. If the caller has asked for a GEMM
+            # by its name, the segments are assumed to be aligned as this GEMM needs.
             alignment = self.alignment if self._wanted == self.gemm else 1
         segments = Segments(expert_offsets.contiguous(), tokens, alignment, rows_per_expert)
 
-        # With gradients, if anything requires them.
+        # Compute with gradients if anything in this call requires grad.
         if torch.is_grad_enabled():
             refuse_tangents(rows_ND, row_weights)
-            # Not `parameters()`: a parametrization, such as PEFT's, makes tensors that require grad
-            # of frozen ones.
-            of_call = rows_ND, row_weights, *weights[:6]
-            if wants_gradients(value for value in of_call if value is not None):
+            # Look at the tensors of this call, not at `parameters()`: a parametrization, such as
+            # PEFT's, computes tensors that require grad from frozen parameters.
+            inputs = (rows_ND, row_weights, *weights[:6])
+            if wants_gradients(value for value in inputs if value is not None):
                 if added is not None:
                     raise RuntimeError(
                         "`added` has no gradients: run under torch.inference_mode() or "
                         "torch.no_grad()"
                     )
-                return self._recorded(rows_ND, segments, row_weights, weights)
-        return self._served(rows_ND, scales, segments, weights)
+                return self._train(rows_ND, segments, row_weights, weights)
+        return self._serve_with(rows_ND, scales, segments, weights)
 
     def serve(
         self, rows_ND: Tensor, scales: Tensor | None, segments: Segments, added: Added | None
     ) -> Tensor:
-        """`forward` without gradients, of rows and segments that are known to fit."""
-        return self._served(rows_ND, scales, segments, self._weights(added))
+        """Do what `forward` does, without gradients and without checks of rows and segments.
 
-    def _served(
+        `MoELayer` calls it while it serves, if `is_called_alone` says that `forward` may be
+        skipped.
+        """
+        return self._serve_with(rows_ND, scales, segments, self._weights(added))
+
+    def _serve_with(
         self, rows_ND: Tensor, scales: Tensor | None, segments: Segments, weights: Weights
     ) -> Tensor:
-        # Rows that are dequantized lie one after the other, whatever their stride is.
+        """Run the GEMMs with these weights, without gradients."""
+        # Rows become contiguous when they are dequantized.
         is_dequantized = scales is not None and not self.is_fp8
         if weights.added is not None or not (rows_ND.is_contiguous() or is_dequantized):
-            # Kernels for few rows take neither, so they are not asked.
+            # Kernels for few rows can neither add adapters nor read rows with a stride. They are
+            # chosen by this number only, so without it they are not chosen.
             segments = segments._replace(rows_per_expert=None)
         return self._stage.serve(weights, rows_ND, scales, segments)
 
@@ -449,7 +491,7 @@ class GroupedExperts(nn.Module):
         quantized = FORMATS.get(self.w_down.dtype)
         if quantized is not None and quantized.packed > 1:
             weights = quantized.name
-        # GEMMs that take only calls of few rows.
+        # Add the GEMMs that are used only for few rows.
         few = ""
         for name in self.gemms:
             most = self._stage.most_rows.get(name, math.inf)
@@ -458,10 +500,10 @@ class GroupedExperts(nn.Module):
         return f"e={e}, D={D}, F={F}, {weights}, gemm={self.gemm!r}{few}"
 
     def trained_gemm(self, rows_dtype: torch.dtype | None = None) -> str:
-        """The name of the GEMM of calls with gradients, over rows of this dtype, by default the
-        experts' own.
+        """The name of the GEMM for calls with gradients.
 
-        Raises RuntimeError if there is none.
+        `rows_dtype` is the dtype of the rows, by default that of outputs. Raises RuntimeError if
+        the experts cannot be trained on such rows.
         """
         dtype = self.held()[1].dtype
         if dtype not in FLOATS or rows_dtype == FP8:
@@ -471,7 +513,7 @@ class GroupedExperts(nn.Module):
                 f"{dtype_name(rows_dtype)} have no gradients: run under torch.inference_mode() or "
                 "torch.no_grad()"
             )
-        # Gradients have the order of sums of their own GEMM.
+        # The GEMM of gradients has an order of sums of its own, which may depend on the batch.
         trained = self._stage.trained
         if self._invariant and not GEMMS[trained].batch_invariant:
             raise RuntimeError(
@@ -480,9 +522,11 @@ class GroupedExperts(nn.Module):
             )
         return trained
 
-    def _recorded(
+    def _train(
         self, rows_ND: Tensor, segments: Segments, row_weights: Tensor | None, weights: Weights
     ) -> Tensor:
+        """Run the GEMMs with these weights so that autograd can compute gradients."""
+        # Refuse experts that cannot be trained.
         self.trained_gemm(rows_ND.dtype)
         if row_weights is not None:
             check_tensor(
@@ -493,12 +537,12 @@ class GroupedExperts(nn.Module):
 
     @property
     def gating(self) -> Gating:
-        """What the activation does."""
+        """The settings of the activation."""
         limit = math.inf if self.limit is None else self.limit
         return Gating(self.interleaved, limit, self.alpha, self.up_offset)
 
     def _choose(self) -> None:
-        """Choose the GEMMs for the weights as they are now."""
+        """Choose the GEMMs for the weights as they are now, after any change of them."""
         with torch.no_grad():
             weights = self._weights(None)
         self._stage = Stage.choose(
@@ -506,10 +550,13 @@ class GroupedExperts(nn.Module):
         )
 
     def held(self) -> tuple[Any, ...]:
-        """The first six fields of `Weights`, as they are: parameters, DTensors with `spread`, or
-        what a parametrization makes of them.
+        """The first six fields of `Weights`, as this module holds them.
+
+        They may be plain parameters, DTensors of spread experts, or tensors that a parametrization
+        computes.
         """
-        # `nn.Module` finds an attribute in half a microsecond, in Python.
+        # Take the parameters from their dict: each access as an attribute would run Python code of
+        # `nn.Module` for half a microsecond. A parametrized weight is not in the dict.
         found = self._parameters
         try:
             return (
@@ -531,7 +578,7 @@ class GroupedExperts(nn.Module):
             )
 
     def _weights(self, added: Added | None) -> Weights:
-        """This rank's weights, for one call."""
+        """This rank's weights for one call. `added` is what adapters add in this call."""
         over = self.averages_over
         held = [
             local_view(value, over) if hasattr(value, "_local_tensor") else value
@@ -540,8 +587,11 @@ class GroupedExperts(nn.Module):
         return Weights._make([*held, self.gating, added])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Cast or move the experts. Weights with scales keep their dtype."""
-        # Casts leave quantized weights alone, which move as integers.
+        """Cast or move the experts. torch calls it for `to`, `cuda`, `half` and the like.
+
+        Weights with scales keep their dtype.
+        """
+        # Quantized weights and scales are moved as integers, which casts of torch do not change.
         quantized = list[Tensor]()
         if self.is_quantized:
             quantized = [getattr(self, name) for name in _KEEP_DTYPE]
@@ -558,7 +608,10 @@ class GroupedExperts(nn.Module):
         return self
 
     def _freeze_by_dtype(self) -> None:
-        """Experts in fp64 serve only. Back in another dtype, those train that did before."""
+        """Freeze the parameters if a cast has made them fp64, which cannot be trained.
+
+        After a cast back, the parameters that had been trainable are trainable again.
+        """
         if self.dtype not in FLOATS:
             names = [name for name, value in self.named_parameters() if value.requires_grad]
             self._frozen_by_dtype += names
@@ -569,5 +622,6 @@ class GroupedExperts(nn.Module):
         self._frozen_by_dtype = []
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
+        """Load a state dict, and choose the GEMMs again: other weights may be in place now."""
         super()._load_from_state_dict(*arguments)
         self._choose()

@@ -1,12 +1,16 @@
-"""The experts stage with gradients: one operator forward, and one backward.
+"""The experts stage with gradients: one operator for the forward pass, one for the backward pass.
 
     rows [N,D] ─ gate and up ─▶ [N,2F] ─ gated activation ─▶ [N,F] ─ down ─▶ outputs [N,D]
 
-Outputs have the bits of serving, and combine weights them. The backward pass gets gradients of
-weighted outputs, and multiplies by the weights where it is cheapest, at the activation [N, F]. So
-the forward pass keeps rows [N, D] and [N, 2F] before the activation, and no outputs. It keeps
-nothing that only frozen parameters need. Rows past the last segment have outputs and gradients of
-0, since modules around the experts sum over all rows.
+The outputs have the same bits as in serving. They are not weighted here: combine multiplies each
+row by its weight. The backward pass therefore gets the gradients of weighted outputs. It multiplies
+by the weights of rows at the activation [N, F], where the fewest numbers have to be multiplied.
+
+The forward pass keeps the rows [N, D] and the first product [N, 2F], and it does not keep outputs.
+If some parameters are frozen, it also does not keep what only their gradients would need.
+
+N counts also rows behind the last expert's segment. Their outputs and gradients are set to 0, since
+modules around the experts may sum over all rows.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from epmoe.native.named import named
 
 
 class OfEach(NamedTuple):
-    """A value for each of the first six inputs of `train_experts`, which may have gradients."""
+    """A value for each of the six inputs of `train_experts` that may have gradients."""
 
     rows: Any
     row_weights: Any
@@ -43,12 +47,12 @@ class OfEach(NamedTuple):
 def experts_forward(
     rows: Tensor, weights: TrainedWeights, segments: TrainedSegments, gemm: str
 ) -> tuple[Tensor, Tensor]:
-    """Run the experts over rows [N, D].
+    """Run the experts on rows [N, D], by the GEMM of this name.
 
-    Returns outputs [N, D], undefined past the last segment, and [N, 2F], the first product before
-    its bias and the activation.
+    Returns the outputs [N, D], undefined behind the last segment, and the first product [N, 2F],
+    without its bias and before the activation.
     """
-    # Without rows or experts there is nothing to compute.
+    # Without rows or experts there is nothing to compute, and kernels would not take such shapes.
     if not rows.shape[0] or not weights.down.shape[0]:
         N = rows.shape[0]
         return rows.new_empty(rows.shape), rows.new_empty(N, weights.gate_up.shape[1])
@@ -64,10 +68,11 @@ def experts_forward(
 def experts_backward(
     grad: Tensor, kept: Kept, segments: TrainedSegments, needs: OfEach, gemm: str
 ) -> dict[str, Tensor]:
-    """Compute the gradients that `needs` asks for.
+    """Compute the gradients that `needs` asks for, by the GEMM of this name.
 
-    `grad` [N, D] is the gradient of outputs times `row_weights`. Returns gradients by the names of
-    `OfEach`. Those of rows and of their weights are undefined past the last segment.
+    `grad` [N, D] is the gradient of the weighted outputs, output times row weight. Returns the
+    gradients by the names of `OfEach`. Gradients of rows and of row weights are undefined behind
+    the last segment.
     """
     N = grad.shape[0]
     offsets = segments.offsets
@@ -77,9 +82,11 @@ def experts_backward(
     if kept.gate_up_bias is not None and len(kept.gate_up_bias):
         gate_up = gate_up + bias_of_rows(kept.gate_up_bias, offsets[1:], N)
 
-    # The bias of the second product; its weights, if no gradient before it is asked for.
+    # Start at the end of the stage: the bias of the second product.
     if needs.down_bias:
         found["down_bias"] = bias_gradients(grad, row_weights, offsets, gemm)
+    # If only gradients of the second product are needed, the forward pass has not kept `w_down`.
+    # Then the gradient of `w_down` is the last one to compute.
     w_down = kept.w_down
     if w_down is None:
         if needs.down:
@@ -87,12 +94,14 @@ def experts_backward(
             found["down"] = product_for_weights(grad, weighted, offsets[1:], gemm)
         return found
 
-    # The products and the activation, with the weights of the rows.
+    # Go back through both products and the activation. `train_backward` computes the gradient of
+    # rows if it gets `w_gate_up`, and the gradient of `w_gate_up` if it gets rows. So leave out the
+    # tensors whose counterpart needs no gradient.
     if not needs.gate_up and kept.rows is not None:
         kept = kept._replace(rows=None)
     if not needs.rows and kept.w_gate_up is not None:
         kept = kept._replace(w_gate_up=None)
-    train_backward = _none_backward
+    train_backward = _empty_backward
     if N and w_down.shape[0]:
         train_backward = GEMMS[gemm].train_backward
     gradients = train_backward(grad, gate_up, kept, w_down, segments, needs.down)
@@ -103,21 +112,23 @@ def experts_backward(
     if gradients.w_down is not None:
         found["down"] = gradients.w_down
 
-    # The row weights, and the bias of the first product.
+    # The gradient of a row weight is the product of the row's output and its gradient. So far it
+    # lacks the part of the output that is the bias of down.
     if needs.row_weights:
         grad_weights = gradients.row_weights
         if kept.down_bias is not None and len(kept.down_bias):
-            of_bias = bias_of_rows(kept.down_bias, offsets[1:], N)
+            bias_ND = bias_of_rows(kept.down_bias, offsets[1:], N)
             grad_weights += ops.weighted_rows_backward_(
-                of_bias, grad, None, offsets, segments.tokens
+                bias_ND, grad, None, offsets, segments.tokens
             )
         found["row_weights"] = grad_weights
+    # The bias of the first product is last.
     if needs.gate_up_bias:
         found["gate_up_bias"] = bias_gradients(gradients.gate_up, None, offsets, gemm)
     return found
 
 
-def _none_backward(
+def _empty_backward(
     grad: Tensor,
     gate_up: Tensor,
     kept: Kept,
@@ -125,7 +136,11 @@ def _none_backward(
     segments: TrainedSegments,
     needs_down: bool,
 ) -> ExpertGradients:
-    """`Gemm.train_backward` without rows or without experts."""
+    """Do the work of `Gemm.train_backward` for a call without rows or without experts.
+
+    Gradients of weights are zeros, and those of rows are empty. A gradient is None under the same
+    conditions as there.
+    """
     e, D, F = w_down.shape
     return ExpertGradients(
         gate_up=gate_up.new_empty(gate_up.shape),
@@ -136,7 +151,7 @@ def _none_backward(
     )
 
 
-# Inputs of `train_experts`, in the order of its arguments.
+# How many inputs `train_experts` has.
 _INPUTS = 13
 
 
@@ -156,11 +171,13 @@ def train_experts(
     up_offset: float,
     gemm: str,
 ) -> tuple[Tensor, Tensor]:
-    """`experts_forward`, whose outputs past the last segment are zeros.
+    """Run `experts_forward` as an operator with gradients.
 
-    Arguments are those of `GroupedExperts` and its `forward`, contiguous. `limit` is infinite for
-    none, and `gemm` is that of `train_gemm`. `row_weights` get gradients; outputs are not
-    multiplied by them.
+    The tensors are contiguous. `rows`, `row_weights`, the weights and the biases are those of
+    `GroupedExperts` and its `forward`, and so are `interleaved`, `alpha` and `up_offset`. `limit`
+    is infinite if there is no limit. `offsets` and `tokens` are fields of `TrainedSegments`. `gemm`
+    is the name of a GEMM of `choose_trained`. Outputs are not multiplied by `row_weights`, but
+    `row_weights` get gradients. Outputs behind the last segment are zeros.
     """
     weights = TrainedWeights(w_gate_up, w_down, gate_up_bias, down_bias)
     segments = TrainedSegments(offsets, tokens, interleaved, limit, alpha, up_offset)
@@ -169,7 +186,7 @@ def train_experts(
 
 
 def zero_tail_(rows: Tensor, offsets: Tensor) -> Tensor:
-    """Set rows [N, …] past the last segment to zero, in place."""
+    """Set rows [N, …] behind the last segment to zero, in place. Returns `rows`."""
     matrix = rows if rows.dim() == 2 else rows[:, None]
     ops.zero_padding_rows_(matrix, offsets[-1], len(rows))
     return rows
@@ -201,11 +218,12 @@ def train_experts_backward(
     gemm: str,
     needs: list[bool],
 ) -> list[Tensor]:
-    """The gradients of the first six inputs of `train_experts`. One that `needs` does not ask for
-    is an empty tensor [0].
+    """Compute the gradients of the six inputs of `train_experts` that may have them.
 
-    `grad` [N, D] is the gradient of outputs times `row_weights`. A tensor is None where no gradient
-    that is asked for needs it.
+    `grad` [N, D] is the gradient of the weighted outputs. `needs` says for each input of `OfEach`
+    whether its gradient is wanted; a gradient that is not wanted is an empty tensor [0]. The other
+    arguments are those of `train_experts`, and `gate_up` [N, 2F] is the first product. A tensor is
+    None if no gradient that is wanted needs it.
     """
     kept = Kept(rows, gate_up, row_weights, w_gate_up, w_down, gate_up_bias, down_bias)
     segments = TrainedSegments(offsets, tokens, interleaved, limit, alpha, up_offset)
@@ -226,8 +244,10 @@ def _(
     w_down: Any,
     *rest: Any,
 ) -> Any:
-    # Gradients have the shapes of the inputs, which may be None here.
-    _gate_up_bias, _down_bias, offsets, *_, needs = rest
+    # Gradients have the shapes of the inputs. Most inputs may be None, so the sizes come from those
+    # that are always there. The last arguments begin with two biases, and end with `needs`.
+    offsets = rest[2]
+    needs = rest[-1]
     e = offsets.shape[0] - 1
     N, D = grad.shape
     width = gate_up.shape[1]
@@ -250,17 +270,20 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Keep what the gradients that are asked for need, and nothing else."""
+    """Save for the backward pass what the wanted gradients need, and nothing else.
+
+    torch calls it after the forward pass, with the inputs of `train_experts`.
+    """
     of_each = OfEach(*inputs[:6])
     offsets, tokens, *ctx.rest = inputs[6:]
     _out, gate_up = output
     needs = OfEach(*ctx.needs_input_grad[:6])
     ctx.needs = list(needs)
-    # Gradients before the second product go through its weights.
+    # All gradients of inputs in front of the second product go through the weights of down.
     needs_w_down = needs.rows or needs.row_weights or needs.gate_up or needs.gate_up_bias
     ctx.mark_non_differentiable(gate_up)
     ctx.set_materialize_grads(False)
-    # In the order of the arguments of `train_experts_backward`.
+    # The order is that of the arguments of `train_experts_backward`.
     ctx.save_for_backward(
         of_each.rows if needs.gate_up else None,
         gate_up,
@@ -275,13 +298,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradients(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    """Return a gradient or None for each input of `train_experts`. torch calls it.
+
+    The second output, the first product, is not differentiable, so its gradient is None.
+    """
     if grad is None:
         return (None,) * _INPUTS
     found = train_experts_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.rest, ctx.needs)
     grads: list[Tensor | None] = [None] * _INPUTS
-    for number, needed in enumerate(ctx.needs):
+    for index, needed in enumerate(ctx.needs):
         if needed:
-            grads[number] = found[number]
+            grads[index] = found[index]
     return tuple(grads)
 
 

@@ -1,4 +1,4 @@
-"""Finalize: expert-major outputs become one weighted row for each received token."""
+"""Finalize: add up the outputs of experts, so that each received token has one weighted row."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from epmoe.native.arguments import (
 
 
 def finalize(expert_rows: Tensor, permuted: Permuted, weights: Tensor) -> Tensor:
-    """Undo the permutation: partial[s] = Σ_k weights[s, k] · expert_rows[row_of_pair[s, k]], summed
-    in fp32.
+    """Undo the permutation, and add up the weighted outputs of each token's experts.
 
-    A pair without a row, or of weight 0, adds nothing, whatever its output holds; a slot without
-    pairs yields zeros. If `permuted` has counts, slots past them are not written. Errors are those
-    of `permute`.
+    For each slot s of S it computes partial[s] = Σ_k weights[s, k] · expert_rows[row_of_pair[s,
+    k]], summed in fp32. A pair without a row, or with weight 0, adds nothing, even if its output is
+    NaN or Inf. A slot without pairs becomes zeros. If `permuted` has counts, slots behind them are
+    not written. It raises the same errors as `permute`.
 
     Args:
-        expert_rows: [N, D] fp32, fp16 or bf16, in the order of `permuted.rows`.
-        permuted: as `permute` returned it.
-        weights: [S, K] fp32, fp16 or bf16.
+        expert_rows: outputs of the experts, [N, D] fp32, fp16 or bf16, in the order of
+            `permuted.rows`.
+        permuted: the result of `permute`.
+        weights: the weight of each pair, [S, K] fp32, fp16 or bf16.
 
     Returns:
-        [S, D] in the dtype of `expert_rows`.
+        The sums, [S, D] in the dtype of `expert_rows`.
     """
     check_tensor("expert_rows", expert_rows, FLOATS, ("N", "D"))
     if not isinstance(permuted, Permuted):

@@ -1,5 +1,7 @@
-"""Logits of a router, with gradients; on request in one order of sums, so that a token has one
-value in any batch.
+"""The logits of a router, with gradients.
+
+On request all sums have one fixed order. Then the logits of a token have the same bits whatever
+other tokens are in the batch.
 """
 
 from __future__ import annotations
@@ -19,16 +21,18 @@ from epmoe.native.named import named
 def router_logits(
     x_TD: Tensor, weight: Tensor, bias: Tensor | None, *, invariant: bool = False
 ) -> Tensor:
-    """Logits [T, E] of tokens [T, D] by a router [E, D], in its dtype, with gradients that padding
-    does not touch. `invariant`: those of a token, and its gradient, have the same bits in any
-    batch.
+    """Compute the logits [T, E] of tokens [T, D] by the weight [E, D] of a router, with gradients.
+
+    The logits have the dtype of the weight. Tokens of padding, whose logits get gradients of 0,
+    have no effect on the gradients of the router, whatever values they hold. With `invariant`, the
+    logits of a token and its gradient have the same bits in any batch.
     """
     logits_TE: Tensor = _Logits.apply(x_TD, weight, bias, invariant)
     return logits_TE
 
 
 def logits_forward(x_TD: Tensor, weight: Tensor, bias: Tensor | None, *, invariant: bool) -> Tensor:
-    """`router_logits` without gradients."""
+    """Compute the logits as `router_logits` does, without gradients."""
     x_TD = x_TD.to(weight.dtype)
     if not invariant:
         return F.linear(x_TD, weight, bias)
@@ -37,11 +41,13 @@ def logits_forward(x_TD: Tensor, weight: Tensor, bias: Tensor | None, *, invaria
 
 
 def weight_gradient(grad_TE: Tensor, x_TD: Tensor) -> Tensor:
-    """The gradient [E, D] of the router. A token whose logits have gradients of 0 gives it none,
-    whatever it holds, such as padding.
+    """The gradient [E, D] of the router's weight, by the gradient of logits [T, E].
+
+    A token whose logits all have gradients of 0, such as padding, adds nothing, even if the token
+    holds NaN or Inf.
     """
     if torch.is_grad_enabled():
-        # Torch differentiates this once more.
+        # A gradient of this gradient is wanted, which torch can compute for its own operators.
         is_reached_T1 = (grad_TE != 0).any(1, keepdim=True)
         reached_TD = x_TD.to(grad_TE.dtype).where(is_reached_T1, 0.0)
     else:
@@ -50,7 +56,7 @@ def weight_gradient(grad_TE: Tensor, x_TD: Tensor) -> Tensor:
 
 
 def x_gradient(grad_TE: Tensor, weight: Tensor, *, invariant: bool) -> Tensor:
-    """The gradient [T, D] of tokens, in the dtype of the router."""
+    """The gradient [T, D] of the tokens, by that of logits [T, E], in the router's dtype."""
     if invariant:
         grad_TD: Tensor = _product(grad_TE, weight.t())
         return grad_TD
@@ -58,9 +64,7 @@ def x_gradient(grad_TE: Tensor, weight: Tensor, *, invariant: bool) -> Tensor:
 
 
 class _Logits(torch.autograd.Function):
-    """Logits with gradients. A token whose logits get gradients of 0, such as padding, gives the
-    weights none, whatever it holds.
-    """
+    """The logits of `router_logits` for autograd."""
 
     @staticmethod
     def forward(
@@ -88,8 +92,10 @@ class _Logits(torch.autograd.Function):
 
 @named("epmoe::invariant_product")
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, k] · weight [n, k]ᵀ, which may be transposed. The bits of a row of the product depend
-    on that row of x only.
+    """Compute x [T, k] · weight [n, k]ᵀ with one fixed order of sums.
+
+    The bits of a row of the product depend on that row of x and the weight only. The weight may be
+    a transposed view.
     """
     if x.is_cuda:
         product: Tensor = ops.invariant_linear(x.contiguous(), weight.contiguous())

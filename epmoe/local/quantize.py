@@ -1,4 +1,7 @@
-"""Quantize and zero rows of padded batches, without reading the stale rows behind the real ones."""
+"""Quantizes the rows of padded batches to fp8, and sets rows of padding to zero.
+
+Padding may hold stale values of earlier batches. It is never read.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from epmoe.native.formats import SCALE_BLOCK, format_of_rows
 
 
 class Quantized(NamedTuple):
-    """q [T, D] float8_e4m3fn, and scales fp32 [1] or [T, ⌈D/128⌉]: a value is about q · scale."""
+    """fp8 values q [T, D] and fp32 scales [1] or [T, ⌈D/128⌉]. A value is about q · scale."""
 
     q: Tensor
     scales: Tensor
@@ -36,17 +39,17 @@ class Quantized(NamedTuple):
 def zero_padding_rows_(x: Tensor, num_tokens: int | Tensor) -> Tensor:
     """Set the rows of padding to zero, in place, without reading them.
 
-    A serving stack that pads its batch (for graph replay, or to equal sizes on all ranks) leaves
-    stale memory behind the real rows. Zeros are harmless in routing and in quantization.
+    A serving stack pads its batches for CUDA graphs, or to equal sizes on all ranks. Behind the
+    rows of tokens there is then stale memory. Zeros do no harm in routing and in quantization.
 
     Args:
-        x: [..., D]. All leading dimensions together count the rows, as in [requests, tokens of a
-            request, D], and the rows must be evenly spaced.
-        num_tokens: the number of real rows: an int, or an int32 scalar tensor on the device, which
-            a CUDA graph reads anew at each replay.
+        x: [..., D]. All dimensions but the last one count rows, as in [requests, tokens of a
+            request, D]. The rows must be evenly spaced in memory.
+        num_tokens: how many of the rows are tokens: an int, or an int32 scalar tensor on the
+            device, which a CUDA graph reads at each replay.
 
     Returns:
-        `x`.
+        `x` itself.
 
     Raises:
         TypeError: an argument has another type or dtype.
@@ -55,7 +58,7 @@ def zero_padding_rows_(x: Tensor, num_tokens: int | Tensor) -> Tensor:
     """
     if not isinstance(x, Tensor) or x.dim() < 2:
         raise TypeError(f"`x` must be a tensor [..., D], got {describe(x)}")
-    # All leading dimensions count rows, which a view must be able to say.
+    # The view fails if the rows are not evenly spaced.
     rows = x.view(-1, x.shape[-1])
     if rows.stride(1) != 1 and rows.shape[1] > 1:
         raise ValueError(f"`x` must have contiguous rows, got strides {x.stride()}")
@@ -70,20 +73,22 @@ def quantize_fp8(
     granularity: Literal["tensor", "block"] = "block",
     num_tokens: int | Tensor | None = None,
 ) -> Quantized:
-    """Quantize rows to fp8 e4m3 by the largest magnitude of the real rows. Stale rows change
-    neither values nor scales.
+    """Quantize rows to fp8 e4m3, with scales by the largest magnitudes.
 
-    A scale is amax / 448, at least 2⁻¹²⁶, or 1 if all values are zero. NaN stays NaN and ±Inf
-    saturates; neither enters an amax, so every scale is finite. Padded rows become zeros with scale
-    1. Errors are those of `permute`.
+    A scale is the largest magnitude of its values, divided by 448, but at least 2⁻¹²⁶; or 1 if all
+    values are zero. NaN stays NaN, and ±Inf becomes the largest fp8 value. NaN and ±Inf do not
+    count for scales, so that every scale is finite. Rows of padding are not read, and become zeros
+    with scale 1. It raises the same errors as `permute`.
 
     Args:
-        x: [T, D] fp32, fp16 or bf16, any row stride.
-        granularity: "tensor" for one scale in all, "block" for one for each 128 elements of a row.
-        num_tokens: int or int32 scalar tensor on the device. Rows at and past it are padding.
+        x: [T, D] fp32, fp16 or bf16, with any row stride.
+        granularity: "tensor" for one scale for all values, "block" for a scale for each 128
+            elements of a row.
+        num_tokens: how many of the rows are tokens: an int, or an int32 scalar tensor on the
+            device. All later rows are padding. None: all rows are tokens.
 
     Returns:
-        fp8 values [T, D], and fp32 scales [1] or [T, ⌈D/128⌉].
+        The fp8 values [T, D], and fp32 scales [1] or [T, ⌈D/128⌉].
     """
     check_tensor("x", x, FLOATS, ("T", "D"))
     if granularity not in ("tensor", "block"):
@@ -95,10 +100,10 @@ def quantize_fp8(
 
 
 def quantize_weights(weights: Tensor) -> Quantized:
-    """Quantize weights [n, k] to fp8 by the rule of `quantize_fp8`.
+    """Quantize weights [n, k] to fp8. The scales follow the rule of `quantize_fp8`.
 
-    Returns fp8 values [n, k], all finite, and scales fp32 [⌈n/128⌉, ⌈k/128⌉], one for each block of
-    128 × 128.
+    Returns fp8 values [n, k], which are all finite, and fp32 scales [⌈n/128⌉, ⌈k/128⌉], a scale for
+    each block of 128 × 128.
     """
     n, k = weights.shape
     rows, columns = FP8_BLOCKS.block
@@ -108,7 +113,7 @@ def quantize_weights(weights: Tensor) -> Quantized:
     padded = F.pad(weights.float(), (0, -k % columns, 0, -n % rows))
     blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
 
-    # A scale for each, by its largest magnitude.
+    # The largest magnitude of a block determines its scale.
     largest = blocks.abs().amax((1, 3))
     scales = torch.where(largest > 0, (largest / most).clamp(min=2.0**-126), 1.0)
 
@@ -118,12 +123,14 @@ def quantize_weights(weights: Tensor) -> Quantized:
 
 
 def dequantize_rows(rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantize fp8 rows [N, D] to `dtype`. Each of their scales, fp32 [N, B], belongs to a block
-    of `format_of_rows(D, B)`, of which the last may be smaller.
+    """Dequantize fp8 rows [N, D] to `dtype`.
+
+    `scales` is fp32 [N, B]: each row is divided into B blocks with a scale each. The size of a
+    block is that of `format_of_rows(D, B)`; the last block may be smaller.
     """
     D = rows.shape[1]
     block = format_of_rows(D, scales.shape[1]).block
-    # Whole blocks need no scale for each element.
+    # If all blocks are complete, the scales can be broadcast. Otherwise each element needs a copy.
     if D % block == 0:
         blocks = rows.float().unflatten(1, (-1, block))
         return (blocks * scales[..., None]).flatten(1).to(dtype)

@@ -1,15 +1,17 @@
-"""Records of routes: ids of experts, token by token, as rollouts hand them to trainers.
+"""Records of routes: tensors with the experts of each token, which a rollout passes to a trainer.
 
     recording(model) ─ pack_routes ─▶ [B, tokens, layers, K]
                                               │ pad_routes
                                               ▼
                                       [B, length, layers, K] ─▶ replay(model, …)
 
-Rollout engines and trainers carry the same: logical ids in a small integer dtype, ours in uint8
-where that suffices, else in int16. A token has no record where its K ids are not K experts: the
-experts of a token differ from one another, so a row with an id twice is none. So zeros mean no
-record, as engines fill in for tokens that they have not computed, and so does −1, which is the
-largest value of an unsigned dtype.
+Here B is the number of sequences, and each token has K experts in each layer. Rollout engines and
+trainers use the same form: ids of logical experts in a small integer dtype. epmoe writes uint8 if
+that suffices, otherwise int16.
+
+Some tokens have no record. They are recognised by their K ids, which are not K different experts.
+For example, all K ids may be 0, which engines fill in for tokens that they have not computed. Or
+all may be −1, which is the largest value of an unsigned dtype.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 BYTES = {torch.uint8: 256, torch.int8: 128}
-"""Dtypes of records of few experts, with the most experts that they can name."""
+"""Dtypes for records of few experts, each with the number of experts that it can name."""
 WIDE = (torch.int16, torch.uint16, *INTS)
-"""Dtypes of records of any number of experts."""
+"""Dtypes for records of any number of experts."""
 
 
 def pack_routes(
@@ -39,19 +41,19 @@ def pack_routes(
     """Put the experts of all calls of a rollout, such as those of `generate`, into one tensor.
 
     Args:
-        record: what `recording` yields, around calls of one model without gradients.
-        num_experts: E.
-        batch: B, the sequences of each call, whose tokens are [B, T] or flat.
+        record: the result of `recording` around calls of one model without gradients.
+        num_experts: E, the number of logical experts.
+        batch: B, the number of sequences in each call. The tokens of a call are [B, T] or flat.
 
     Returns:
-        Ids [B, tokens, layers, K] in uint8 or, with more experts, int16: the tokens of all calls
-        one after another, and the layers in the order of the record. Tokens without experts, such
-        as padding, have no record.
+        Ids [B, tokens, layers, K], in uint8 or, if there are too many experts for it, in int16. The
+        tokens of all calls follow one another. The layers are in the order of the record. Tokens
+        without experts, such as padding, have no record.
 
-    Raises ValueError if layers have had other calls than one another, or calls no whole number
-    of tokens for each sequence.
+    Raises ValueError if the layers did not have the same calls, or if a call does not have the same
+    number of tokens for each sequence.
     """
-    # All layers must have had the same calls, each of complete sequences.
+    # All layers must have had the same calls, with the same number of tokens for each sequence.
     sizes = {name: [len(call.ids) for call in calls] for name, calls in record.items()}
     first = next(iter(sizes.values()), [])
     are_same = all(of_layer == first for of_layer in sizes.values())
@@ -62,16 +64,17 @@ def pack_routes(
             f"{sizes}"
         )
 
-    # Join the calls of a layer along tokens, then the layers.
+    # Join the calls of each layer along their tokens, then stack the layers.
     layers = []
     for calls in record.values():
         parts = [call.ids.view(batch, -1, call.ids.shape[1]) for call in calls]
         layers.append(torch.cat(parts, 1))
     ids = torch.stack(layers, 2)
 
-    # No record is 255 in uint8: no expert has this number, or no token has it K times.
+    # In uint8 "no record" is 255. With fewer than 256 experts no expert has this number. With 256
+    # experts one has it, but a token does not have the same expert K times if K is more than 1.
     top_k = ids.shape[-1]
-    fits_uint8 = num_experts < 256 or num_experts == 256 and top_k > 1
+    fits_uint8 = num_experts < 256 or (num_experts == 256 and top_k > 1)
     dtype = torch.uint8 if fits_uint8 else torch.int16
     return ids.masked_fill(_unrecorded(ids, num_experts), -1).to(dtype)
 
@@ -79,29 +82,29 @@ def pack_routes(
 def pad_routes(
     records: Iterable[Tensor | NDArray[Any]], length: int, starts: Iterable[int] | int = 0
 ) -> Tensor:
-    """Put records of sequences [tokens, layers, K] into one tensor [B, length, layers, K].
+    """Put the records of B sequences, each [tokens, layers, K], into one tensor.
 
-    Other positions of the tensor have no record.
+    Positions of the result that no record covers are marked as tokens without a record.
 
     Args:
-        records: tensors or arrays of numpy [tokens, layers, K], all of one integer dtype.
-        length: positions of each sequence in the result.
-        starts: the position of a record's first token, one number for all or one for each: behind
-            padding, or behind a prompt whose tokens came from a cache.
+        records: tensors or numpy arrays [tokens, layers, K], all of the same integer dtype.
+        length: how many positions each sequence has in the result.
+        starts: the position of each record's first token: one number for all records, or a number
+            for each. It is more than 0 if a sequence begins with padding, or with a prompt whose
+            tokens came from a cache and have no record.
 
     Returns:
         [B, length, layers, K] in the dtype of the records, for `replay`.
 
     Raises:
-        TypeError: there are no records, or they have several dtypes.
-        ValueError: a record does not fit into `length`, or records have other layers or K than one
-            another.
+        TypeError: there are no records, or they have different dtypes.
+        ValueError: a record does not fit into `length`, or records differ in their layers or K.
     """
     tensors = list(map(torch.as_tensor, records))
     if isinstance(starts, int):
         starts = [starts] * len(tensors)
 
-    # All must have one dtype, and the same layers and K.
+    # All records must have the same dtype, layers and K.
     if len({record.dtype for record in tensors}) != 1:
         got = ", ".join(map(describe, tensors)) or "none"
         raise TypeError(f"`records` must be tensors of one dtype, got {got}")
@@ -109,7 +112,7 @@ def pad_routes(
         got = ", ".join(map(describe, tensors))
         raise ValueError(f"`records` must have the same layers and K, got {got}")
 
-    # Put each at its start, among positions without a record.
+    # Fill the result with "no record", then put each record at its start.
     first = tensors[0]
     shape = (len(tensors), length, *first.shape[1:])
     padded = first.new_full(shape, _no_record(first.dtype))
@@ -125,10 +128,11 @@ def pad_routes(
 def unpack_routes(
     routes: Tensor, num_layers: int, num_experts: int, top_k: int, device: torch.device
 ) -> list[Tensor]:
-    """Take records [tokens, layers, K] or [B, tokens, layers, K] apart.
+    """Split records [tokens, layers, K] or [B, tokens, layers, K] into those of each layer.
 
-    Returns ids int32 [B, tokens, K] for each layer. The ids of a token without a record are
-    `OWN_CHOICE`.
+    Returns ids int32 [B, tokens, K] for each layer, on `device`. A token without a record has the
+    ids `OWN_CHOICE`, which tell the layer to let its router choose. Raises TypeError or ValueError
+    if `routes` has another dtype, or other layers or K.
     """
     if routes.dim() == 3:
         routes = routes[None]
@@ -139,19 +143,19 @@ def unpack_routes(
 
 
 def with_own_choice(ids: Tensor, num_experts: int) -> Tensor:
-    """Replace the ids of tokens without a record by `OWN_CHOICE`: int32 or int64 [..., K]."""
+    """In ids int32 or int64 [..., K], replace those of tokens without a record by `OWN_CHOICE`."""
     return ids.masked_fill(_unrecorded(ids, num_experts), OWN_CHOICE)
 
 
 def _no_record(dtype: torch.dtype) -> int:
-    """−1 in a dtype of records."""
+    """The value of ids that stands for "no record" in this dtype: −1, or the largest value."""
     if dtype.is_signed or dtype.is_floating_point:
         return -1
     return torch.iinfo(dtype).max
 
 
 def _unrecorded(ids: Tensor, num_experts: int) -> Tensor:
-    """Whether the K ids of a token are not K different experts, bool [..., 1]."""
+    """Whether each token's K ids are not K different experts, bool [..., 1]."""
     unknown = ((ids < 0) | (ids >= num_experts)).any(-1, keepdim=True)
     in_order = ids.sort(-1).values
     is_twice = (in_order[..., 1:] == in_order[..., :-1]).any(-1, keepdim=True)

@@ -1,5 +1,6 @@
-"""Route: K unique experts and finite weights for each token, whatever the bits of the
-logits are.
+"""Route: choose K distinct experts for each token, and their weights.
+
+The weights are finite for any bits that the logits may have.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from epmoe.native.arguments import (
 
 MAX_TOP_K_ON_CUDA = 32
 OWN_CHOICE = -2
-"""In given ids: a token whose first id is this takes the experts of its own scores."""
+"""An id in a routing that a caller gives: if it is the first id of a token, the router chooses the
+experts of this token.
+"""
 
 
 class Routing(NamedTuple):
@@ -37,12 +40,14 @@ class Routing(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """How logits [T, E] choose experts: arguments of `route` in the order of the operator's,
-    checked once for many calls.
+    """How experts are chosen by logits [T, E] of T tokens and E experts.
+
+    The fields are the arguments of `route`, in the order in which the operator takes them. A layer
+    checks them once, by `checked`, and uses them in many calls.
     """
 
     num_experts: int
-    """E"""
+    """E, the number of experts"""
     top_k: int
     is_sigmoid: bool
     renormalize: bool
@@ -50,8 +55,9 @@ class Choice(NamedTuple):
     num_expert_groups: int
     top_groups: int
     scores_with_bias: int
-    """`scores_per_group` of a choice with a bias"""
+    """by how many of its best scores a group is rated if a call has a bias"""
     scores_without_bias: int
+    """by how many of its best scores a group is rated if a call has no bias"""
     routed_scaling_factor: float
     has_wide_ids: bool
     """whether ids are int64"""
@@ -71,8 +77,8 @@ class Choice(NamedTuple):
         routed_scaling_factor: float = 1.0,
         id_dtype: torch.dtype = torch.int32,
     ) -> Self:
-        """Check arguments of `route`, with its errors."""
-        # The scores, and how many experts a token has.
+        """Check arguments of `route`. Raises the errors of `route`."""
+        # Check how scores are computed, and how many experts a token has.
         E = num_experts
         if not 1 <= E <= 4096:
             raise ValueError(f"`logits` must have from 1 to 4096 experts, got {E}")
@@ -83,7 +89,7 @@ class Choice(NamedTuple):
         if scoring not in ("softmax", "sigmoid"):
             raise ValueError(f"`scoring` must be 'softmax' or 'sigmoid', got {scoring!r}")
 
-        # Groups of experts: only the best ones are open.
+        # Check the groups of experts. A token can only have experts of its best groups.
         if num_expert_groups < 1 or E % num_expert_groups:
             raise ValueError(
                 f"`num_expert_groups` must divide the number of experts, {E}, got "
@@ -108,7 +114,7 @@ class Choice(NamedTuple):
                 f"{scores_per_group}"
             )
 
-        # How weights are scaled.
+        # Check how weights are scaled.
         if not 0 <= renormalize_epsilon <= 1:
             raise ValueError(
                 f"`renormalize_epsilon` must be from 0 to 1, got {renormalize_epsilon}"
@@ -117,17 +123,17 @@ class Choice(NamedTuple):
         if id_dtype not in INTS:
             raise TypeError(f"`id_dtype` must be torch.int32 or torch.int64, got {id_dtype}")
         return cls(
-            E,
-            top_k,
-            scoring == "sigmoid",
-            renormalize,
-            renormalize_epsilon,
-            num_expert_groups,
-            top_groups,
-            scores_with_bias,
-            scores_without_bias,
-            routed_scaling_factor,
-            id_dtype == torch.int64,
+            num_experts=E,
+            top_k=top_k,
+            is_sigmoid=scoring == "sigmoid",
+            renormalize=renormalize,
+            renormalize_epsilon=renormalize_epsilon,
+            num_expert_groups=num_expert_groups,
+            top_groups=top_groups,
+            scores_with_bias=scores_with_bias,
+            scores_without_bias=scores_without_bias,
+            routed_scaling_factor=routed_scaling_factor,
+            has_wide_ids=id_dtype == torch.int64,
         )
 
     def of(
@@ -138,10 +144,11 @@ class Choice(NamedTuple):
         num_real: int,
         counters: Tensor | None,
     ) -> Routing:
-        """Choose experts for each row of logits [T, E], which are known to fit.
+        """Choose experts for each row of logits [T, E], whose shape and dtype are not checked.
 
-        `num_tokens` and `num_real` are what `token_count` returns. Raises what `route` does for the
-        bias and on CUDA.
+        `bias` and `counters` are those of `route`. `num_tokens` and `num_real` are the results of
+        `token_count`: one of them says how many rows are not padding. Raises the errors of `route`
+        for the bias, and for a `top_k` that is too large on CUDA.
         """
         if self.top_k > MAX_TOP_K_ON_CUDA and logits.is_cuda:
             raise ValueError(
@@ -171,7 +178,10 @@ class Choice(NamedTuple):
 
 
 def _checked_bias(bias: Tensor, num_experts: int, device: torch.device) -> Tensor:
-    """A bias [E] as the operator takes it. Raises what `route` does."""
+    """Check a bias [E] and make it fp32 and contiguous, as the operator needs it.
+
+    Raises the errors of `route`.
+    """
     check_tensor("bias", bias, FLOATS, (num_experts,), device)
     if torch.is_grad_enabled():
         check_forward_only(bias)
@@ -196,36 +206,38 @@ def route(
     id_dtype: torch.dtype = torch.int32,
     counters: Tensor | None = None,
 ) -> Routing:
-    """Choose `top_k` experts for each row of logits.
+    """Choose `top_k` experts for each token by the logits of a router.
 
-    A score that is not finite counts as 0. For every bit pattern of logits and bias, the ids of a
-    real row are therefore unique and in [0, E), and its weights are finite. The best score comes
-    first; of equal scores the lower id comes first. Without a bias the logits themselves decide,
-    since both scorings are monotonic.
+    Logits become scores by softmax or sigmoid. A score that is not finite counts as 0. Therefore,
+    for any bits of logits and bias, the ids of a token are distinct and in [0, E), and its weights
+    are finite. The expert with the best score comes first, and of equal scores the lower id.
+    Without a bias the logits themselves decide, since both functions are monotonic.
 
     Args:
-        logits: [T, E] fp32, fp16 or bf16, any row stride; 1 ≤ K ≤ E ≤ 4096.
-        top_k: K, at most 32 on CUDA.
-        scoring: softmax over the experts, or sigmoid of each.
-        bias: [E] fp32, fp16 or bf16, added in fp32 to the scores for the choice only
-            (auxiliary-loss-free balancing of DeepSeek-V3).
-        renormalize: divide the weights of a token by their sum (a sum of 0 counts as 1).
-        renormalize_epsilon: from 0 to 1, is added to that sum. Scores far below it then give
-            weights near 0.
-        num_expert_groups: groups of E / num_expert_groups experts that follow one another.
-        top_groups: choose among the experts of this many groups, the best ones.
-        scores_per_group: a group is rated by the sum of this many of its best biased scores. By
-            default two with a bias, and one without (group-limited routing of DeepSeek-V3 and -V2).
-            Megatron takes `top_k // top_groups`.
-        routed_scaling_factor: multiplies the weights, last.
-        num_tokens: int or int32 scalar tensor on the device. Rows at and past it are padding: ids
-            E, weights 0.
-        id_dtype: torch.int32 or torch.int64.
+        logits: [T, E] fp32, fp16 or bf16, for T tokens and E experts, with any row stride. E is at
+            most 4096.
+        top_k: K, the number of experts of a token: from 1 to E, and at most 32 on CUDA.
+        scoring: how a logit becomes a score: by softmax over the experts of a token, or by sigmoid.
+        bias: [E] fp32, fp16 or bf16. It is added to the scores in fp32 for the choice of experts,
+            but not for their weights (auxiliary-loss-free balancing of DeepSeek-V3).
+        renormalize: whether to divide the weights of a token by their sum. A sum of 0 counts as 1.
+        renormalize_epsilon: a number from 0 to 1 that is added to this sum. Scores that are much
+            smaller than it become weights near 0.
+        num_expert_groups: the number of groups into which the experts are divided, each of
+            E / num_expert_groups experts that follow one another.
+        top_groups: how many groups a token may choose experts from. It takes the best ones.
+        scores_per_group: a group is rated by the sum of this many of its best scores, with the
+            bias. By default it is two with a bias and one without (group-limited routing of
+            DeepSeek-V3 and DeepSeek-V2). Megatron takes `top_k // top_groups`.
+        routed_scaling_factor: a number by which the weights are multiplied at the end.
+        num_tokens: how many rows are tokens: an int, or an int32 scalar tensor on the device. All
+            later rows are padding. They get ids E and weights 0.
+        id_dtype: the dtype of ids, torch.int32 or torch.int64.
         counters: int64 [8], to which the health counters are added, in the order of
             `epmoe.exchange.health.COUNTERS`.
 
     Returns:
-        ids [T, K] of `id_dtype` and weights fp32 [T, K].
+        The ids of the experts, [T, K] in `id_dtype`, and their weights, fp32 [T, K].
 
     Raises:
         TypeError: an argument has another type or dtype.

@@ -1,4 +1,6 @@
-"""Work that runs on a stream of its own, beside the current stream."""
+"""Runs work on a second CUDA stream at the same time as the current stream, such as a shared expert
+during the exchange.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,12 @@ from torch import Tensor
 
 from epmoe.native.streams import own_stream
 
-_streams: dict[int, torch.cuda.Stream] = {}  # by device
+# The second stream of each device, by the device's number.
+_streams: dict[int, torch.cuda.Stream] = {}
 
 
 def record_point(device: torch.device) -> torch.cuda.Event | None:
-    """The point that the current stream has reached; None on the CPU."""
+    """Record an event at the point that the current stream has reached. Returns None on the CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -22,10 +25,14 @@ def record_point(device: torch.device) -> torch.cuda.Event | None:
 
 
 class SideStream:
-    """A call `work(x)` that runs on another stream, behind the point `start` of the current one; on
-    the CPU at once. The result lies in memory of the other stream, whose next work starts behind a
-    later point of the current stream. So nothing overwrites what the current stream still reads,
-    also in replays of a graph that has captured both.
+    """A call `work(x)` that runs on a second stream.
+
+    The second stream waits for the event `start`, which `record_point` has recorded in the current
+    stream, and then runs the work. On the CPU `start` is None, and the work runs at once.
+
+    The result lies in memory of the second stream. The next work there waits for a later point of
+    the current stream, so it does not overwrite a result that the current stream still reads. This
+    also holds when a CUDA graph that has captured both streams is replayed.
     """
 
     def __init__(
@@ -35,7 +42,8 @@ class SideStream:
         if start is None:
             self._result = work(x)
             return
-        # One stream for each device, which threads may make at the same time.
+        # All calls on a device share one stream. Two threads may make it at the same time, and
+        # `setdefault` lets both use the first one.
         device = x.get_device()
         stream = _streams.get(device) or _streams.setdefault(device, own_stream(x.device))
         stream.wait_event(start)
@@ -45,11 +53,12 @@ class SideStream:
             self._end.record(stream)
 
     def result(self) -> Tensor:
-        """The result, for the current stream, which waits for it."""
+        """Return the result. The current stream waits until it has been computed."""
         if self._end is not None:
             stream = torch.cuda.current_stream(self._result.device)
             stream.wait_event(self._end)
-            # The next round may be on another stream.
+            # The current stream may be another one than at the start. The memory of the result must
+            # not be reused before this stream has read it. In a capture the graph sees to that.
             if not torch.cuda.is_current_stream_capturing():
                 self._result.record_stream(stream)
         return self._result

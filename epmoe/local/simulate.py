@@ -1,8 +1,9 @@
-"""Simulated routing for tests, benchmarks and demonstrations; a seed determines all values.
+"""Simulated routing for tests, benchmarks and demonstrations. A seed determines all values.
 
-Every kind defines a popularity of the experts (log weights [E]) and adds Gumbel noise to it. The K
-largest sums are then K distinct experts, drawn without replacement in proportion to their
-popularity (Gumbel-top-k; Kool, van Hoof and Welling, 2019).
+Every kind of routing gives each of the E experts a popularity, as the logarithm of a weight. For
+each token, Gumbel noise is added to it. The experts with the K largest sums are then K distinct
+experts, drawn without replacement in proportion to their popularity (Gumbel-top-k; Kool, van Hoof
+and Welling, 2019).
 """
 
 from __future__ import annotations
@@ -17,12 +18,21 @@ from epmoe.local.route import Routing
 
 Kind = Literal["uniform", "zipf", "normal", "group_limited", "hot_rank", "drift", "adversarial"]
 
-# How steeply popularity falls.
+# How steeply popularity falls in the kinds zipf and drift.
 _ZIPF_EXPONENT = 1.2
-# The E experts span this many standard deviations to either side of the middle expert.
+# In the kind normal, the first and the last expert are this many standard deviations from the peak.
 _NORMAL_SIGMAS = 4.0
-# More than the range of the noise: hot experts come first, others only where K exceeds these.
+# What is added to the logits of hot experts. It exceeds the range of the noise, so that a token
+# gets other experts only if K is larger than the number of hot experts.
 _HOT = 60.0
+# What the kind adversarial does to a row of logits, as random numbers from 0 to 3.
+_ONE_BAD_EXPERT = 0
+_ALL_BAD_EXPERTS = 1
+# What the kind adversarial does to a pair of a token and an expert, as random numbers from 0 to 3.
+_DUPLICATE = 0
+_BAD_ID = 1
+_BAD_WEIGHT = 2
+_UNCHANGED = 3
 
 
 def simulate_logits(
@@ -38,7 +48,9 @@ def simulate_logits(
     hot_rank: int = 0,
     step: float = 0,
 ) -> torch.Tensor:
-    """Router logits [T, E] in `dtype`.
+    """Make router logits [T, E] in `dtype`, for T = `num_tokens` and E = `num_experts`.
+
+    The kinds are:
 
     - uniform: all experts are equally likely
     - zipf: popularity falls as (1 + position)^-1.2 over the shuffled experts
@@ -62,7 +74,7 @@ def simulate_logits(
         raise ValueError(
             f"`num_tokens`, `num_experts` must be ≥ 0, ≥ 1, got {num_tokens}, {num_experts}"
         )
-    # Gumbel noise, to which the kind adds log weights.
+    # Draw Gumbel noise. The kind then adds the popularity of each expert.
     generator = torch.Generator().manual_seed(seed)
     noise_TE = torch.rand(num_tokens, num_experts, generator=generator, dtype=torch.float64)
     logits_TE = -torch.log(-torch.log(noise_TE.clamp(1e-15, 1 - 1e-15)))
@@ -100,13 +112,13 @@ def simulate_routing(
     id_dtype: torch.dtype = torch.int32,
     **options: Any,
 ) -> Routing:
-    """Ids [T, K] in `id_dtype` (int32 or int64) and fp32 weights [T, K]; kinds and `options` as in
-    `simulate_logits`.
+    """Make ids [T, K] in `id_dtype` (int32 or int64) and fp32 weights [T, K], for K = `top_k`.
 
-    The ids of a row are distinct and in [0, E), and its weights sum to 1. The kind adversarial
-    breaks these rules in half of its rows. Such a row may have duplicate ids, −1, E and other ids
-    out of range, and weights NaN, ±Inf, 0 and −0. In int64 it may also have a valid id plus 2³²,
-    which an unchecked narrowing to int32 would accept.
+    The kinds and `options` are those of `simulate_logits`. The ids of a row are distinct and in
+    [0, E), and its weights sum to 1. The kind adversarial breaks these rules in half of its rows.
+    Such a row may have duplicate ids, −1, E and other ids out of range, and weights NaN, ±Inf, 0
+    and −0. In int64 it may also have a valid id plus 2³², which an unchecked narrowing to int32
+    would accept.
 
     Raises ValueError, which names the wrong argument.
     """
@@ -116,14 +128,14 @@ def simulate_routing(
     logits_TE = simulate_logits(
         clean, num_tokens, num_experts, seed=seed, dtype=torch.float64, **options
     )
-    # Experts of closed groups are −Inf, and no token may have one.
+    # With group_limited some experts have logits of −Inf. A token must not get one of these.
     reachable = min([num_experts, *logits_TE.isfinite().sum(1).tolist()])
     if not 1 <= top_k <= reachable:
         raise ValueError(
             f"`top_k` must be 1 to {reachable}, as a token reaches no more, got {top_k}"
         )
     ids_TK = logits_TE.topk(top_k, dim=1).indices
-    # Weights are independent of the logits' numbers.
+    # The weights do not depend on the logits. They have a seed of their own.
     generator = torch.Generator().manual_seed(seed + 2**32)
     weights_TK = torch.randn(num_tokens, top_k, generator=generator).softmax(dim=1)
     if kind == "adversarial":
@@ -132,8 +144,10 @@ def simulate_routing(
 
 
 def _drifting_order(num_experts: int, seed: int, step: float) -> torch.Tensor:
-    """The position of each expert in the order of popularity, [E]. Between two whole steps it
-    mixes the log positions of their permutations.
+    """The position of each expert in the order of popularity at a step of the kind drift, [E].
+
+    Each whole step has a permutation of the experts. Between two whole steps, the order follows
+    from a mixture of the logarithms of both positions.
     """
     first = math.floor(step)
     mixed = torch.lerp(
@@ -151,15 +165,17 @@ def _log_positions(num_experts: int, seed: int, step: int) -> torch.Tensor:
 
 
 def _spoil_logits(logits_TE: torch.Tensor, generator: torch.Generator) -> None:
-    """Write values that are no logits into half of the rows, in place."""
+    """Write values that a router should never return into half of the rows, in place."""
     tokens, experts = logits_TE.shape
     bad = torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38, -3e38, 0.0], dtype=logits_TE.dtype)
+    # Draw a bad value for each row, and the expert that gets it if only one does.
     value_T1 = bad[torch.randint(len(bad), (tokens, 1), generator=generator)]
-    victim_T1 = torch.randint(experts, (tokens, 1), generator=generator)
-    # The kind of a row: 0 has one wrong expert, 1 has all wrong, 2 and 3 have none.
-    kind_T1 = torch.randint(4, (tokens, 1), generator=generator)
-    struck_TE = (kind_T1 == 1) | ((kind_T1 == 0) & (torch.arange(experts) == victim_T1))
-    logits_TE.copy_(torch.where(struck_TE, value_T1, logits_TE))
+    bad_expert_T1 = torch.randint(experts, (tokens, 1), generator=generator)
+    # Draw what happens to each row. Two of the four numbers leave it as it is.
+    fate_T1 = torch.randint(4, (tokens, 1), generator=generator)
+    is_in_one_TE = (fate_T1 == _ONE_BAD_EXPERT) & (torch.arange(experts) == bad_expert_T1)
+    is_bad_TE = (fate_T1 == _ALL_BAD_EXPERTS) | is_in_one_TE
+    logits_TE.copy_(torch.where(is_bad_TE, value_T1, logits_TE))
 
 
 def _spoil_routing(
@@ -177,14 +193,17 @@ def _spoil_routing(
         bad_ids += [2**31, 2**32, 2**32 + experts - 1, -(2**32)]
     bad_weights = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0])
 
-    # The kind of a pair: 0 is a duplicate, 1 a bad id, 2 a bad weight, 3 stays.
-    kind_TK = torch.randint(4, shape, generator=generator)
-    kind_TK[torch.rand(shape[0], generator=generator) < 0.5] = 3
-    ids_TK.copy_(torch.where(kind_TK == 0, ids_TK[:, :1], ids_TK))
-    ids_TK.copy_(torch.where(kind_TK == 1, _drawn(torch.tensor(bad_ids), shape, generator), ids_TK))
-    weights_TK.copy_(torch.where(kind_TK == 2, _drawn(bad_weights, shape, generator), weights_TK))
+    # Draw what happens to each pair of a token and an expert. In half of the rows nothing does.
+    fate_TK = torch.randint(4, shape, generator=generator)
+    fate_TK[torch.rand(shape[0], generator=generator) < 0.5] = _UNCHANGED
+    # A duplicate repeats the first id of the row.
+    ids_TK.copy_(torch.where(fate_TK == _DUPLICATE, ids_TK[:, :1], ids_TK))
+    drawn_ids_TK = _draw(torch.tensor(bad_ids), shape, generator)
+    ids_TK.copy_(torch.where(fate_TK == _BAD_ID, drawn_ids_TK, ids_TK))
+    drawn_weights_TK = _draw(bad_weights, shape, generator)
+    weights_TK.copy_(torch.where(fate_TK == _BAD_WEIGHT, drawn_weights_TK, weights_TK))
 
 
-def _drawn(values: torch.Tensor, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """A tensor of this shape, each element one of `values`."""
+def _draw(values: torch.Tensor, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """Draw a tensor of this shape, each element of which is one of `values`."""
     return values[torch.randint(len(values), shape, generator=generator)]

@@ -1,5 +1,6 @@
-"""The experts stage over weights that a module holds, epmoe's or a framework's: which GEMMs take
-them, and its calls.
+"""The experts stage of a round: it chooses GEMMs for the weights of experts, and runs them.
+
+The weights belong to a module, which may be `GroupedExperts` or a module of a framework.
 
     weights ─ Stage.choose ─▶ Stage ─ serve ─▶ outputs [N,D]        train: the same with gradients
 """
@@ -27,19 +28,19 @@ _UNALIGNED = (
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which autocast changes no dtype."""
-    # Where there is none, the host takes 10 µs less.
+    """A context in which autocast does not change dtypes, for kernels on this device."""
+    # Entering torch's context takes 10 µs, so it is entered only where autocast is on.
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
-def _by(
+def _run_experts(
     gemm: Gemm, weights: Weights, rows_ND: Tensor, scales: Tensor | None, segments: Segments
 ) -> Tensor:
-    """`gemm.experts`, in which autocast changes no dtype."""
+    """Call `gemm.experts` without autocast."""
     device = rows_ND.device
-    # Where there is none, no context costs the host less than an empty one.
+    # Serving calls this in every layer. Without autocast even an empty context would cost time.
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
         with without_autocast(device):
             return gemm.experts(weights, rows_ND, scales, segments)
@@ -47,16 +48,20 @@ def _by(
 
 
 class Stage(NamedTuple):
-    """The GEMMs for weights of one layout. It holds no weights, so each call may bring others."""
+    """The GEMMs that have been chosen for weights of one shape, dtype and device.
+
+    It does not hold the weights, so that each call can give other weights of the same kind.
+    """
 
     gemms: tuple[str, ...]
-    """Names of the GEMMs that serve. A call takes the first that takes its segments."""
+    """The names of the GEMMs for calls without gradients, in the order in which a call tries them.
+    """
     trained: str
-    """Name of the GEMM of calls with gradients."""
+    """The name of the GEMM for calls with gradients."""
     most_rows: dict[str, float]
-    """`Gemm.most_rows` of each GEMM that serves"""
+    """For each name in `gemms`, the most rows of an expert, on average, that the GEMM takes."""
     alignment: int
-    """Every segment must start at a multiple of this number of rows for `gemm`."""
+    """The number of rows at whose multiples segments must start, so that every GEMM takes them."""
     batch_invariant: bool
     """Whether the bits of a row's output depend on nothing but the row."""
 
@@ -64,54 +69,60 @@ class Stage(NamedTuple):
     def choose(
         cls, wanted: str, gate_up: Tensor, down: Tensor, *, batch_invariant: bool = False
     ) -> Self:
-        """Choose the GEMMs for weights [e, 2F, D] and [e, D, F]. Arguments and errors are those of
-        `table.choose`.
+        """Choose the GEMMs for weights `gate_up` [e, 2F, D] and `down` [e, D, F].
+
+        `table.choose` describes the arguments and the errors.
         """
         gemms = choose(wanted, gate_up, down, batch_invariant=batch_invariant)
         trained = choose_trained(wanted, gate_up, down, batch_invariant=batch_invariant)
         most_rows = {name: GEMMS[name].most_rows(gate_up, down) for name in gemms}
         served = [GEMMS[name] for name in gemms]
         invariant = all(gemm.batch_invariant for gemm in served)
-        return cls(gemms, trained, most_rows, max(gemm.block for gemm in served), invariant)
+        return cls(
+            gemms=gemms,
+            trained=trained,
+            most_rows=most_rows,
+            alignment=max(gemm.block for gemm in served),
+            batch_invariant=invariant,
+        )
 
     @property
     def gemm(self) -> str:
-        """The name of the GEMM that serves calls of many rows whose segments lie as it
-        wants them.
-        """
+        """The name of the GEMM for calls with many rows whose segments are aligned as it needs."""
         return next(name for name in self.gemms if GEMMS[name].takes_all_calls)
 
     def refuse_capture(self, weights: Tensor, *, trains: bool = False) -> None:
-        """Raise RuntimeError, which names the GEMM, if the current stream captures a CUDA graph
-        and a call with these weights would wait for the host. `trains`: a call with gradients.
+        """Raise RuntimeError if a CUDA graph is being captured that could not capture a call.
 
-        A call raises the same, but then within a round. Who opens the round asks before.
+        That is the case if the GEMM for these weights makes the host wait. The error names the
+        GEMM. `trains` means a call with gradients. The call itself would raise the same error, but
+        only in the middle of a round; a layer therefore asks before it opens the round.
         """
         GEMMS[self.trained if trains else self.gemm].refuse_capture(weights)
 
     def serve(
         self, weights: Weights, rows_ND: Tensor, scales: Tensor | None, segments: Segments
     ) -> Tensor:
-        """Run the experts without gradients: rows [N, D], in the dtype of outputs or fp8 with
-        scales fp32 [N, ⌈D/128⌉], → outputs [N, D].
+        """Run the experts without gradients on N rows.
 
-        On CPUs rows past the last segment cost nothing. Raises ValueError if no GEMM takes the
-        segments.
+        `rows_ND` [N, D] has the dtype of outputs, or it is fp8 and `scales` is fp32 [N, ⌈D/128⌉].
+        Returns outputs [N, D]. On CPUs, rows behind the last segment are not computed. Raises
+        ValueError if no GEMM takes the segments.
         """
-        gemm = self._gemm_of(segments, weights.down.dtype)
+        gemm = self._gemm_for(segments, weights.down.dtype)
         N, D = rows_ND.shape
-        # A rank without experts.
+        # A rank without experts has nothing to compute.
         if not weights.down.shape[0]:
             return rows_ND.new_empty(N, D, dtype=weights.dtype)
         device = rows_ND.device
         if device.type != "cpu" or torch.compiler.is_compiling():
-            return _by(gemm, weights, rows_ND, scales, segments)
-        # On CPUs the host knows how many rows there are, without synchronisation.
+            return _run_experts(gemm, weights, rows_ND, scales, segments)
+        # On CPUs the number of rows in segments can be read without waiting. Leave out all others.
         n = int(segments.offsets[-1])
         if scales is not None:
             scales = scales[:n]
-        out_nD = _by(gemm, weights, rows_ND[:n], scales, segments)
-        # Outputs of the other rows are undefined.
+        out_nD = _run_experts(gemm, weights, rows_ND[:n], scales, segments)
+        # Outputs of the rows behind the last segment are undefined.
         if n == N:
             return out_nD
         out_ND = out_nD.new_empty(N, D)
@@ -121,11 +132,11 @@ class Stage(NamedTuple):
     def train(
         self, weights: Weights, rows_ND: Tensor, row_weights: Tensor | None, segments: Segments
     ) -> Tensor:
-        """Run the experts with gradients of rows, weights and biases, and of `row_weights` fp32
-        [N]: rows [N, D] → outputs [N, D].
+        """Run the experts on rows [N, D] so that autograd can compute gradients.
 
-        The bits are those of `serve` by the same GEMM. Weights, rows and biases have one dtype:
-        fp32, fp16 or bf16.
+        Rows, weights, biases and `row_weights` fp32 [N] get gradients. Returns outputs [N, D], with
+        the same bits as `serve` by the same GEMM. Weights, rows and biases must have the same
+        dtype: fp32, fp16 or bf16.
         """
         with without_autocast(rows_ND.device):
             out_ND: Tensor
@@ -143,13 +154,17 @@ class Stage(NamedTuple):
             )
         return out_ND
 
-    def _gemm_of(self, segments: Segments, dtype: torch.dtype) -> Gemm:
-        """Find the GEMM for a call with such segments, which another one would misread."""
+    def _gemm_for(self, segments: Segments, dtype: torch.dtype) -> Gemm:
+        """Find the first GEMM that takes a call with these segments. `dtype` is that of weights.
+
+        Raises ValueError if there is none, since a GEMM that needs aligned segments would read
+        wrong rows. Warns if the call is slow only because its segments are not aligned.
+        """
         for name in self.gemms:
             gemm = GEMMS[name]
             if not gemm.takes(segments, self.most_rows.get(name, math.inf)):
                 continue
-            # Another GEMM would take the weights as they are, if segments were aligned.
+            # This GEMM dequantizes fp8 weights. With aligned segments another one would not.
             if dtype == FP8 and not gemm.takes_fp8 and GEMMS[self.gemm].takes_fp8:
                 warnings.warn(_UNALIGNED, stacklevel=4)
             return gemm

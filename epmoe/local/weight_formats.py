@@ -1,6 +1,7 @@
-"""Weights of few bits: codes (e4m3, pairs of e2m1) with scales. A format that experts take is a row
-of `FORMATS`; any other format that checkpoints have is dequantized: a scale for each weight, row,
-group or block.
+"""Formats of quantized weights: codes of few bits (e4m3, or pairs of e2m1), and scales.
+
+`FORMATS` lists the formats in which `GroupedExperts` take weights. Checkpoints may have other
+formats, with a scale for each tensor, row, group or block. Such weights are dequantized.
 """
 
 from __future__ import annotations
@@ -13,49 +14,66 @@ from torch import Tensor
 
 from epmoe.native.arguments import FP8, MXFP4
 
-# The values of e2m1 by their three bits behind the sign.
+# The values of e2m1, by the three bits that follow the sign bit.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# The integer dtype of each size in bytes.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How the weights of experts lie. Products with them are bf16."""
+    """A format of quantized weights. Products with such weights are bf16."""
 
     name: str
     codes: torch.dtype
+    """the dtype of the weights"""
     packed: int
-    """Numbers in an item of `codes`."""
+    """how many numbers an item of `codes` has"""
     scale: torch.dtype
+    """the dtype of the scales"""
     block: tuple[int, int]
-    """Rows and columns that share a scale."""
+    """how many rows and columns share a scale"""
 
     def scales_shape(self, e: int, n: int, k: int) -> tuple[int, int, int]:
-        """The shape of the scales of weights [e, n, k], in numbers."""
+        """The shape of the scales of weights [e, n, k]. n and k count numbers, not items."""
         rows, columns = self.block
         return e, -(-n // rows), -(-k // columns)
 
 
-FP8_BLOCKS = WeightFormat("fp8", FP8, 1, torch.float32, (128, 128))
-MXFP4_GROUPS = WeightFormat("MXFP4", MXFP4, 2, torch.float8_e8m0fnu, (1, 32))
+FP8_BLOCKS = WeightFormat(
+    name="fp8",
+    codes=FP8,
+    packed=1,
+    scale=torch.float32,
+    block=(128, 128),
+)
+MXFP4_GROUPS = WeightFormat(
+    name="MXFP4",
+    codes=MXFP4,
+    packed=2,
+    scale=torch.float8_e8m0fnu,
+    block=(1, 32),
+)
 FORMATS = {each.codes: each for each in (FP8_BLOCKS, MXFP4_GROUPS)}
-"""The formats with scales, by the dtype of weights. Weights of any other dtype have none."""
+"""The formats that have scales, by the dtype of the weights. Any other dtype has no scales."""
 
 
 def bits_of(values: Tensor) -> Tensor:
-    """The same memory as integers, which torch indexes, joins and leaves alone in casts, whatever
-    the dtype is.
+    """View the memory of a tensor as integers.
+
+    torch can index and join integers, and leaves them alone in casts of modules. For fp8 and MXFP4
+    not all of this works.
     """
     return values.view(_INTEGERS[values.itemsize])
 
 
 def take_rows(values: Tensor, rows: Sequence[int]) -> Tensor:
-    """A copy of these rows, without gradients."""
+    """Copy these rows of a tensor of any dtype, without gradients."""
     return bits_of(values.detach())[list(rows)].view(values.dtype)
 
 
 def plain_shape(weights: Tensor) -> tuple[int, ...]:
-    """The shape of weights [e, n, k] in numbers."""
+    """The shape of weights [e, n, k], where k counts numbers even if an item has several."""
     *shape, k = weights.shape
     quantized = FORMATS.get(weights.dtype)
     if quantized is not None:
@@ -64,21 +82,25 @@ def plain_shape(weights: Tensor) -> tuple[int, ...]:
 
 
 def product_dtype(weights: Tensor) -> torch.dtype:
-    """The dtype of products with these weights."""
+    """The dtype of products with these weights: bf16 if they have scales, or else their own."""
     if weights.dtype in FORMATS:
         return torch.bfloat16
     return weights.dtype
 
 
 def granularity(scales: Sequence[int], n: int, k: int) -> tuple[int, int] | None:
-    """Find how many rows and columns of a weight [n, k] share a scale, by the shape of its scales:
-    those of a block, the weight, a row or a group. None: no such shape.
+    """Find out how many rows and columns of a weight [n, k] share a scale.
+
+    `scales` is the shape of the scales. There may be a scale for each block of 128 × 128, for the
+    whole weight, for each row, or for each group of 32 numbers of a row. Returns None if the shape
+    is that of none of these.
     """
     shape = list(scales)
     for block in (FP8_BLOCKS.block, (n, k), (1, k), MXFP4_GROUPS.block):
         rows, columns = block
         parts = [-(-n // rows), -(-k // columns)]
-        # Checkpoints leave out dimensions of 1: of a scale for each row, and of one for all.
+        # Some checkpoints leave out dimensions of 1: they have [n] for a scale for each row, and []
+        # for one scale for the whole weight.
         is_by_row = shape == parts[:1] and parts[1] == 1
         is_for_all = not shape and parts == [1, 1]
         if shape == parts or is_by_row or is_for_all:
@@ -87,34 +109,42 @@ def granularity(scales: Sequence[int], n: int, k: int) -> tuple[int, int] | None
 
 
 def codes_of(weight: Tensor) -> Tensor:
-    """Convert e4m3, or pairs of e2m1 [..., n, k/2] with the low four bits first, to unscaled fp32
-    values [..., n, k].
+    """Convert codes to the values that they have without scales, in fp32.
+
+    e4m3 weights keep their shape. MXFP4 weights [..., n, k/2] become [..., n, k]: each item has two
+    codes e2m1, of which the one in the low four bits comes first.
     """
     if weight.dtype != MXFP4:
         return weight.float()
     table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=weight.device)
-    # A byte has two codes, and each names a value.
+    # Split each byte into its two codes. A code is an index of the table.
     pairs = weight.view(torch.uint8)
     return table[torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2).int()]
 
 
 def dequantize_weights(weights: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantize weights [..., n, k] to `dtype`: the product of code and scale in fp32, rounded
-    once. `scales`, in any float dtype, have a shape that `granularity` knows.
+    """Dequantize weights [..., n, k] to `dtype`.
+
+    Each code is multiplied by its scale in fp32, and the product is rounded once. `scales` have any
+    float dtype, and a shape that `granularity` knows.
     """
     codes = codes_of(weights)
     *before, n, k = codes.shape
     rows, columns = granularity(scales.shape[len(before) :], n, k) or (n, k)
-    # The scale of each part for each of its rows, then for each of its columns.
-    of_parts = _plain_scales(scales).reshape(*before, -(-n // rows), -(-k // columns))
-    of_rows = of_parts.repeat_interleave(rows, -2)[..., :n, :]
-    return (codes * of_rows.repeat_interleave(columns, -1)[..., :k]).to(dtype)
+    # Repeat each scale for the rows of its block, then for the columns of its block. The last block
+    # may be incomplete.
+    block_scales = _plain_scales(scales).reshape(*before, -(-n // rows), -(-k // columns))
+    row_scales = block_scales.repeat_interleave(rows, -2)[..., :n, :]
+    element_scales = row_scales.repeat_interleave(columns, -1)[..., :k]
+    return (codes * element_scales).to(dtype)
 
 
 def _plain_scales(scales: Tensor) -> Tensor:
-    """Convert scales to fp32. torch's kernels of GPUs do not convert e8m0."""
+    """Convert scales to fp32. For e8m0 it computes the bits, as torch cannot convert it on GPUs."""
     if scales.dtype != torch.float8_e8m0fnu:
         return scales.float()
+    # A byte of e8m0 is the exponent field of an fp32 number. Exponent 0 means 2^-127, which is a
+    # subnormal number in fp32. Exponent 255 means NaN.
     exponents = scales.view(torch.uint8).int()
-    bits = torch.where(exponents == 0, 1 << 22, exponents << 23)  # 2^-127 is a subnormal number
+    bits = torch.where(exponents == 0, 1 << 22, exponents << 23)
     return torch.where(exponents == 255, 0x7FC00000, bits).view(torch.float32)

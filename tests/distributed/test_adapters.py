@@ -292,7 +292,7 @@ def test_a_rank_that_fails_while_all_load(loaded, rank, size, monkeypatch):
     plain = layer(x)
     # The last rank fails behind the checks.
     if rank == size - 1:
-        monkeypatch.setattr(type(layer.adapters), "_empty", lambda self, number: 1 / 0)
+        monkeypatch.setattr(type(layer.adapters), "_zero", lambda self, number: 1 / 0)
     with pytest.raises((ZeroDivisionError, RuntimeError), match="division by zero"):
         layer.load_adapter(0, folder / "1", BLOCK)
     monkeypatch.undo()

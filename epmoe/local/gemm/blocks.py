@@ -1,7 +1,8 @@
-"""Products on CPUs in which the bits of a row depend on the row only.
+"""A GEMM on CPUs in which the bits of a row of the product depend on this row only.
 
-Libraries choose the order of a sum by the shape of the product. Here they see one shape: blocks of
-`ROWS` rows. The last block is filled up with rows whose products nobody reads.
+Libraries choose the order of their sums by the shape of a product. Here all products have the same
+shape: the rows are divided into blocks of `ROWS` rows. The last block is filled up with other rows,
+whose products are not used.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ from epmoe.local.gemm.loop import Loop
 from epmoe.local.weight_formats import plain_shape, product_dtype
 
 ROWS = 16
-"""Of a block. Fewer rows read the weights more often, more rows compute more for an expert with one
-row.
+"""The rows of a block. With smaller blocks the weights are read more often. With larger blocks more
+is computed in vain for an expert that has a single row.
 """
-_DRAWS = 4  # rows by which `place_matters` finds out
+# How many random rows `place_matters` tries.
+_DRAWS = 4
 
 
 class Blocks(Loop):
-    """A GEMM that multiplies blocks of one shape, expert by expert, on CPUs. Rows of a block that
-    are not needed only cost time.
-    """
+    """A GEMM on CPUs that multiplies blocks of one shape, expert by expert."""
 
     name = "blocks"
     batch_invariant = True
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
         """See `Gemm.problem_with`."""
-        # On GPUs a library chooses the order of sums, and in fp64 the length of a vector.
+        # On GPUs the library's order of sums depends on more than the shape. In fp64 the activation
+        # has other bits at the end of a row, where a vector of the CPU is not full.
         kind = down.device.type
         if kind not in ("cpu", "meta"):
             return ValueError(
@@ -55,28 +56,29 @@ class Blocks(Loop):
 
 
 def multiply_blocks(rows: Tensor, weights: Tensor, out: Tensor) -> None:
-    """rows [N, k] · weights [n, k]ᵀ → out [N, n], block by block."""
-    # One block at a time: rows are copied into it, and their products out of another one.
+    """Multiply block by block: rows [N, k] · weights [n, k]ᵀ → out [N, n]."""
+    # Each block of rows is copied into one buffer, and its products are copied out of another one.
+    # In the last block, rows of the block before it follow its own rows.
     block = rows.new_zeros(ROWS, rows.shape[1])
     product = out.new_empty(ROWS, out.shape[1])
-    for given, wanted in zip(rows.split(ROWS), out.split(ROWS), strict=True):
-        block[: len(given)] = given
+    for rows_of_block, out_of_block in zip(rows.split(ROWS), out.split(ROWS), strict=True):
+        block[: len(rows_of_block)] = rows_of_block
         torch.mm(block, weights.T, out=product)
-        wanted.copy_(product[: len(wanted)])
+        out_of_block.copy_(product[: len(out_of_block)])
 
 
 @functools.cache
 def place_matters(dtype: torch.dtype, n: int, k: int) -> ValueError | None:
-    """Check whether the bits of a row's product depend on the row's place in a block. Returns why,
-    or None if they do not.
+    """Check whether the bits of a row's product depend on the row's place in a block.
 
-    The products are a row [k] times weights [n, k]ᵀ, and that of its gradient, a row [n] times
-    weights [n, k]. It multiplies blocks of equal rows: no library documents the property, so the
-    CPU's own is asked.
+    Returns None if they do not, and otherwise an error that names the product. It looks at two
+    products: a row [k] times weights [n, k]ᵀ, and a row of gradients [n] times weights [n, k]. No
+    library documents that the place has no effect. So the function multiplies blocks of equal rows,
+    and compares the bits of their products.
     """
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(n, k, generator=generator, device="cpu").to(dtype)
-    # The product, then that of its gradient.
+    # Try the product, then the product of the gradient.
     for factor in (weights.T, weights):
         rows = torch.randn(_DRAWS, 1, len(factor), generator=generator, device="cpu").to(dtype)
         for row in rows:

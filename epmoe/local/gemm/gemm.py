@@ -1,9 +1,10 @@
-"""What a grouped GEMM is: an object that multiplies rows by the weights of their experts.
+"""The interface of a grouped GEMM, an object that multiplies rows by the weights of their experts.
 
     rows [N,D] ─ gate and up ─▶ [N,2F] ─ gated activation ─▶ [N,F] ─ down ─▶ outputs [N,D]
 
-Rows lie expert by expert. Rows of gaps and past the last segment may hold anything, and so may
-their products.
+The rows of an expert follow one another and are called its segment. There may be a gap between two
+segments. Rows of gaps and rows behind the last segment may hold any values, and so may their
+products.
 """
 
 from __future__ import annotations
@@ -20,42 +21,45 @@ from epmoe.local.weight_formats import FORMATS, dequantize_weights, plain_shape,
 from epmoe.native import ops
 from epmoe.native.arguments import FP8, MXFP4, dtype_name
 
-# Major number of the compute capability.
+# The major number of Hopper's compute capability.
 _HOPPER = 9
 
 Scaled = tuple[Tensor, Tensor | None]
-"""A tensor, and the scales of its format, or None."""
+"""A tensor of rows or weights and the scales of its format; None if the format has no scales."""
 
 
 class Gating(NamedTuple):
-    """What the activation does, as `GroupedExperts` has it; in the order of `gated_activation`."""
+    """The settings of the activation, as `GroupedExperts` describes them.
+
+    They are in the order in which the operator `gated_activation` takes them.
+    """
 
     interleaved: bool
     limit: float
-    """infinite for none"""
+    """infinite if there is no limit"""
     alpha: float
     up_offset: float
 
 
 SWIGLU = Gating(interleaved=False, limit=math.inf, alpha=1.0, up_offset=0.0)
-"""silu(gate) · up, all gates before all ups"""
+"""silu(gate) · up, where all gate rows of an expert come before its up rows"""
 
 
 class Segments(NamedTuple):
-    """Where the rows of each expert lie in a call."""
+    """Where the rows of each of e experts lie in a call."""
 
     offsets: Tensor
-    """int32 [e + 1], contiguous"""
+    """int32 [e + 1], contiguous: the first row of each segment, and the row behind the last one"""
     tokens: Tensor | None
-    """int32 [e], contiguous: rows of each segment without its gap; None: there are no gaps"""
+    """int32 [e], contiguous: the rows of each segment without its gap; None: there are no gaps"""
     alignment: int
-    """in rows: all segments start at its multiples"""
+    """the number of rows at whose multiples all segments start"""
     rows_per_expert: float | None = None
-    """of an expert on average, as far as this rank can tell; None: not known"""
+    """how many rows an expert has on average, as far as this rank can tell; None: not known"""
 
 
 class Factors(NamedTuple):
-    """The factors b · a of adapters, whose C columns lie side by side."""
+    """The factors b and a of all adapters of one weight. The adapters share C columns."""
 
     a: Tensor
     """[e, C, k]"""
@@ -64,26 +68,37 @@ class Factors(NamedTuple):
 
 
 class Added(NamedTuple):
-    """What adapters add to both products of a call. Each row has some of their columns."""
+    """What LoRA adapters add to the two products of a call."""
 
     gemm: Gemm
-    """multiplies by a and b, whatever the segments are"""
+    """a GEMM for the products by a and b, which takes any segments"""
     gate_up: Factors
     down: Factors
     masked_columns: Tensor
-    """bool [N, C]: columns that do not count for a row; the stage may leave out rows at the end"""
+    """bool [N, C]: for each row, the columns that are not those of the row's adapter. The products
+    may have fewer rows than N: on CPUs the stage leaves out the rows behind the last segment.
+    """
 
     def to(self, out: Tensor, rows: Scaled, factors: Factors, ends: Tensor) -> Tensor:
-        """Add the products of rows [N, k] and the factors to `out` [N, n], in place."""
+        """Add what adapters add to the product of rows [N, k] with one weight.
+
+        `out` [N, n] is that product, and is changed in place. `factors` are those of the weight,
+        and `ends`, int32 [e], are the rows behind each segment.
+        """
         a, b = factors
-        low = self.gemm.product((plain_rows(rows, a.dtype), None), (a, None), ends)
-        # Columns of other adapters than the row's do not count.
-        low.masked_fill_(self.masked_columns[: len(low)], 0)
-        return out.add_(self.gemm.product((low, None), (b, None), ends))
+        # Multiply each row by the factors a of all adapters: [N, C].
+        plain = plain_rows(rows, a.dtype)
+        products_NC = self.gemm.product((plain, None), (a, None), ends)
+        # Keep the columns of the row's own adapter.
+        products_NC.masked_fill_(self.masked_columns[: len(products_NC)], 0)
+        return out.add_(self.gemm.product((products_NC, None), (b, None), ends))
 
 
 class TrainedWeights(NamedTuple):
-    """The weights of experts with gradients, contiguous, in one dtype: fp32, fp16 or bf16."""
+    """The weights of experts in a call with gradients.
+
+    All are contiguous and have the same dtype: fp32, fp16 or bf16.
+    """
 
     gate_up: Tensor
     """[e, 2F, D]"""
@@ -96,30 +111,32 @@ class TrainedWeights(NamedTuple):
 
 
 class TrainedSegments(NamedTuple):
-    """Where each expert's rows lie, and what the activation does with them: the last arguments of
-    the operators of csrc.
+    """Where each expert's rows lie, and the settings of the activation, in a call with gradients.
+
+    The operators of csrc take these fields, in this order, as their last arguments.
     """
 
     offsets: Tensor
     """int32 [e + 1], contiguous"""
     tokens: Tensor | None
-    """int32 [e], rows of each segment without its gap; None: all"""
+    """int32 [e]: the rows of each segment without its gap; None: there are no gaps"""
     interleaved: bool
     limit: float
-    """infinite for none"""
+    """infinite if there is no limit"""
     alpha: float
     up_offset: float
 
 
 class Kept(NamedTuple):
-    """Tensors of the forward pass that the backward pass needs. A tensor is None where only
-    gradients need it that nobody asks for.
+    """Tensors of the forward pass that the backward pass needs.
+
+    A tensor is None if no gradient that is wanted needs it.
     """
 
     rows: Tensor | None
     """[N, D]"""
     gate_up: Tensor
-    """[N, 2F], in front of the bias and the activation"""
+    """[N, 2F], the first product, without its bias and before the activation"""
     row_weights: Tensor | None
     """fp32 [N]"""
     w_gate_up: Tensor | None
@@ -132,7 +149,7 @@ class ExpertGradients(NamedTuple):
     """The gradients that `Gemm.train_backward` returns."""
 
     gate_up: Tensor
-    """[N, 2F], of the first product behind its bias"""
+    """[N, 2F], the gradient of the first product with its bias"""
     row_weights: Tensor
     """fp32 [N]"""
     rows: Tensor | None
@@ -144,14 +161,14 @@ class ExpertGradients(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """The weights of experts, as `GroupedExperts` has them, and what belongs to a call of them."""
+    """The weights of experts, as `GroupedExperts` has them, and the other settings of a call."""
 
     gate_up: Tensor
     """[e, 2F, D]; [e, 2F, D/2] in MXFP4"""
     down: Tensor
     """[e, D, F]; [e, D, F/2] in MXFP4"""
     gate_up_scales: Tensor | None
-    """of `WeightFormat.scales_shape`, or None where the format has none"""
+    """scales of the shape `WeightFormat.scales_shape`, or None if the dtype has no scales"""
     down_scales: Tensor | None
     gate_up_bias: Tensor | None
     """[e, 2F]"""
@@ -159,7 +176,7 @@ class Weights(NamedTuple):
     """[e, D]"""
     gating: Gating
     added: Added | None = None
-    """what adapters add in this call. GEMMs for few rows do not get it"""
+    """what adapters add in this call; kernels for few rows are not used for such a call"""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -168,64 +185,72 @@ class Weights(NamedTuple):
 
 
 class Gemm(ABC):
-    """A grouped GEMM. It has no state. `table.choose` asks it once for given weights, and each call
-    asks `takes`.
+    """A grouped GEMM. An object has no state, so one object serves all experts.
+
+    `table.choose` asks `problem_with` once for given weights. Each call asks `takes`.
     """
 
     name: ClassVar[str]
-    """`GroupedExperts(gemm=…)` and operators use it."""
+    """The name by which `GroupedExperts(gemm=…)` and operators refer to this GEMM."""
     needs_gpu: ClassVar[bool] = False
-    """It runs on GPUs only, and users can choose it by its name."""
+    """Whether it runs on GPUs only. Users can choose such a GEMM by its name."""
     block: ClassVar[int] = 1
-    """Segments must start at multiples of this number of rows, which divides
+    """The number of rows at whose multiples segments must start. It divides the numbers of
     `epmoe.config.config.ROW_BLOCKS`.
     """
     batch_invariant: ClassVar[bool] = False
-    """The bits of a row's output depend on the row only. A GEMM that takes some of the calls only
-    (see `takes`) has the bits of the GEMM that takes the others, or says False.
+    """Whether the bits of a row's output depend on the row only. If a GEMM takes only some calls
+    (see `takes`), its outputs must also have the bits of the GEMM that takes the other calls.
     """
     takes_all_calls: ClassVar[bool] = True
-    """`takes` asks for the alignment only, so users can choose it by its name."""
+    """Whether `takes` depends on the alignment only. If so, users can choose it by its name."""
     takes_fp8: ClassVar[bool] = False
-    """`multiply` takes rows and weights in fp8 as they are, if both are. Otherwise it dequantizes
-    them.
-    """
+    """Whether `multiply` can multiply fp8 rows by fp8 weights. Otherwise it dequantizes them."""
 
     @abstractmethod
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
-        """Why it cannot take these weights on their device, or None. ImportError: a library does
-        not work; ModuleNotFoundError: it is not installed.
+        """Say why this GEMM cannot take these weights on their device, or return None.
+
+        The result is a ModuleNotFoundError if a library is not installed, and an ImportError if it
+        is installed but does not work.
         """
 
     def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
-        """The most rows of an expert, on average, of calls that it takes with these weights on
-        their device.
+        """The most rows of an expert, on average, for which this GEMM should be used.
+
+        It depends on the weights and their device. `Stage` asks once and gives it to `takes`.
         """
         return math.inf
 
     def takes(self, segments: Segments, most_rows: float = math.inf) -> bool:
-        """Whether it takes a call with such segments. `most_rows` is its own; it does not look at
-        the device.
+        """Whether this GEMM takes a call with such segments.
+
+        `most_rows` is the result of the method `most_rows`. Each call asks, so the method must be
+        quick and must not wait for the device.
         """
         return segments.alignment % self.block == 0
 
     def trains(self, gate_up: Tensor, down: Tensor) -> bool:
-        """Whether it multiplies by these weights in both directions, and has
+        """Whether this GEMM can compute calls with gradients for these weights.
+
+        It must then multiply by the weights and by their transposes, and have the method
         `multiply_for_weights`.
         """
         return False
 
     def is_capturable(self, weights: Tensor) -> bool:
-        """Whether a CUDA graph can capture products with these weights. The host then waits for
-        nothing.
+        """Whether a CUDA graph can capture products with these weights.
+
+        It can if the host does not wait for the device.
         """
         return True
 
     def refuse_capture(self, weights: Tensor) -> None:
-        """Raise RuntimeError if the current stream captures a CUDA graph, and this GEMM would
-        wait for the host. CUDA's own error would not say why, and would end the capture.
+        """Raise RuntimeError if a CUDA graph is being captured and could not capture this GEMM.
+
+        CUDA's own error would not say why, and would end the capture.
         """
-        # Compilers have no such question: what they trace may be captured later.
+        # While a compiler traces, nothing is captured. The compiled code may be captured later.
         if not weights.is_cuda or torch.compiler.is_compiling():
             return
         if not torch.cuda.is_current_stream_capturing():
@@ -239,38 +264,46 @@ class Gemm(ABC):
             )
 
     def is_traceable(self, rows: Tensor, weights: Tensor) -> bool:
-        """Whether torch.compile may trace `multiply`; otherwise it is an opaque operator."""
+        """Whether torch.compile may trace `multiply`. Otherwise it becomes one opaque operator."""
         return False
 
     def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
-        """rows [N, k] · weights [e, n, k]ᵀ → [N, n], by expert. Callers take `product`.
+        """Multiply the rows of each expert by the expert's weight. Callers use `product`.
 
-        `rows` are in the weights' dtype, or fp8 with scales [N, k/128]. With `takes_fp8` and fp8
-        weights these lie block by block: their columns are contiguous. `weights` are in a dtype
-        that `problem_with` takes; fp8 and MXFP4 have scales, as in `Weights`. `ends` is int32 [e],
-        the row behind each segment. Segments start at multiples of `alignment` rows, which is one
-        of `block`. Products are bf16 where the weights have scales, else in the weights' dtype. A
-        GEMM that fuses the stage in `experts` has no such method.
+        It computes rows [N, k] · weights [e, n, k]ᵀ → [N, n]. The rows have the dtype of the
+        weights, or they are fp8 with scales [N, k/128]. If the weights are fp8, too, and
+        `takes_fp8` is True, the scales are given with contiguous columns, as the kernels need them.
+        The weights have a dtype for which `problem_with` returns None. fp8 and MXFP4 weights come
+        with scales, as in `Weights`. `ends` is int32 [e], the row behind each segment. Segments
+        start at multiples of `alignment` rows, which is a multiple of `block`. Products are bf16 if
+        the weights have scales, otherwise they have the dtype of the weights.
+
+        A GEMM that computes the whole stage in `experts` does not have this method.
         """
         raise NotImplementedError
 
     def multiply_plain(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-        """`multiply` of rows and weights in one dtype without scales, whatever the segments are."""
+        """Multiply rows by weights of the same dtype, without scales and for any segments.
+
+        Calls with gradients use it. Otherwise it is like `multiply`.
+        """
         return self.multiply((rows, None), (weights, None), ends, alignment=1)
 
     def multiply_for_weights(self, grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
-        """grad [N, n]ᵀ · rows [N, k] → [e, n, k], by expert; 0 for an expert without rows. See
-        `trains`.
+        """Compute the gradients of weights: grad [N, n]ᵀ · rows [N, k] → [e, n, k], by expert.
+
+        The gradient of an expert without rows is 0. GEMMs for which `trains` is never True do not
+        have this method.
         """
         raise NotImplementedError
 
     def train(
         self, rows: Tensor, weights: TrainedWeights, segments: TrainedSegments, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Run both products with the activation between them, for rows [N, D].
+        """Run both products, with the activation between them, on rows [N, D].
 
-        Returns outputs [N, D] without the bias of down, and [N, 2F], the first product before
-        `bias` and activation.
+        `bias` is that of gate and up. Returns the outputs [N, D] without the bias of down, and the
+        first product [N, 2F] without `bias` and before the activation.
         """
         offsets, tokens, *gating = segments
         ends = offsets[1:]
@@ -287,31 +320,38 @@ class Gemm(ABC):
         segments: TrainedSegments,
         needs_down: bool,
     ) -> ExpertGradients:
-        """The gradients of `train`, given that of outputs [N, D].
+        """Compute the gradients of `train` from `grad` [N, D], the gradient of weighted outputs.
 
-        `gate_up` [N, 2F] has its bias. Gradients of rows need `kept.w_gate_up`, and those of
-        `w_gate_up` need `kept.rows`: each is None without.
+        `gate_up` [N, 2F] is the first product with its bias. The gradient of rows needs
+        `kept.w_gate_up`, and the gradient of `w_gate_up` needs `kept.rows`. If the tensor that a
+        gradient needs is None, the gradient is None.
         """
         ends = segments.offsets[1:]
-        # `weighted` [N, F], the inputs of the second product, are computed once more: the forward
-        # pass has not kept them.
+        # Go back through down and the activation. The forward pass has not kept the inputs of down,
+        # so the operator computes them again: `weighted` [N, F], times the weights of the rows.
         grad_activated = self.multiply_plain(grad, w_down.transpose(1, 2), ends)
         grad_gate_up, grad_weights, weighted = ops.weighted_gates_backward(
             grad_activated, gate_up, kept.row_weights, *segments, needs_down
         )
-        of_down = None
+        grad_down = None
         if needs_down:
-            of_down = self.multiply_for_weights(grad, weighted, ends)
+            grad_down = self.multiply_for_weights(grad, weighted, ends)
         grad_rows = None
         if kept.w_gate_up is not None:
             grad_rows = self.multiply_plain(grad_gate_up, kept.w_gate_up.transpose(1, 2), ends)
-        of_gate_up = None
+        grad_w_gate_up = None
         if kept.rows is not None:
-            of_gate_up = self.multiply_for_weights(grad_gate_up, kept.rows, ends)
-        return ExpertGradients(grad_gate_up, grad_weights, grad_rows, of_gate_up, of_down)
+            grad_w_gate_up = self.multiply_for_weights(grad_gate_up, kept.rows, ends)
+        return ExpertGradients(
+            gate_up=grad_gate_up,
+            row_weights=grad_weights,
+            rows=grad_rows,
+            w_gate_up=grad_w_gate_up,
+            w_down=grad_down,
+        )
 
     def product(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int = 1) -> Tensor:
-        """`multiply`, which torch.compile sees as one operator where it cannot trace it."""
+        """Call `multiply`. Where torch.compile cannot trace it, it becomes one opaque operator."""
         if torch.compiler.is_compiling() and not self.is_traceable(rows[0], weights[0]):
             product: Tensor = torch.ops.epmoe.grouped_gemm(
                 self.name, *rows, *weights, ends, alignment
@@ -322,10 +362,10 @@ class Gemm(ABC):
     def experts(
         self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments
     ) -> Tensor:
-        """The whole stage: rows [N, D] → outputs [N, D].
+        """Run the whole experts stage without gradients: rows [N, D] → outputs [N, D].
 
-        Rows are in the dtype of outputs, or fp8 with scales fp32 [N, ⌈D/128⌉]. A GEMM that fuses
-        the stage has a method of its own, opaque to torch.compile.
+        The rows have the dtype of outputs, or they are fp8 and `scales` is fp32 [N, ⌈D/128⌉]. A
+        GEMM that computes the stage in one or two kernels replaces this method.
         """
         unquantized = (rows, scales)
         added = weights.added
@@ -333,14 +373,14 @@ class Gemm(ABC):
         n = rows.shape[0]
         alignment = segments.alignment
 
-        # Rows in fp8, if the GEMM multiplies in it, with scales as it wants them.
+        # If the GEMM can multiply in fp8, give it fp8 rows, with scales in its own layout.
         in_fp8 = self.takes_fp8 and weights.down.dtype == FP8
         if in_fp8:
             if scales is None:
                 rows, scales = quantize_fp8(rows, num_tokens=ends[-1])
             scales = ops.scales_by_block(scales, segments.offsets, segments.tokens).t()[:n]
 
-        # Gate and up, the activation, then down. Adapters add to both products.
+        # Compute gate and up, the activation, then down. Adapters add to both products.
         gate_up = self.product(
             (rows, scales), (weights.gate_up, weights.gate_up_scales), ends, alignment
         )
@@ -356,7 +396,7 @@ class Gemm(ABC):
 
 
 def on_hopper(device: torch.device | str) -> bool:
-    """Whether a device is a GPU of compute capability 9."""
+    """Whether a device is a GPU of compute capability 9.x."""
     if torch.device(device).type != "cuda":
         return False
     major, _ = torch.cuda.get_device_capability(device)
@@ -366,10 +406,12 @@ def on_hopper(device: torch.device | str) -> bool:
 def problem_on_hopper(
     name: str, gate_up: Tensor, down: Tensor, steps: dict[torch.dtype, int]
 ) -> ValueError | None:
-    """Why a library called `name`, for compute capability 9, does not take these weights, or None.
-    `steps`: by dtype, the number that must divide all sizes.
+    """Say why a library for compute capability 9 does not take these weights, or return None.
+
+    `name` is the library's name in the message. `steps` has, for each dtype that the library takes,
+    the number that must divide all sizes of the weights.
     """
-    # The dtype, the GPU, then the sizes.
+    # Check the dtype, the GPU, then the sizes.
     if down.dtype not in steps:
         names = " or ".join(map(dtype_name, steps))
         return ValueError(f"{name} takes weights in {names}, got {down.dtype}")
@@ -389,7 +431,7 @@ def problem_on_hopper(
 
 
 def plain_rows(rows: Scaled, dtype: torch.dtype) -> Tensor:
-    """Rows [N, k]: themselves, or dequantized to `dtype`."""
+    """Return rows [N, k] without scales: as they are, or dequantized to `dtype`."""
     values, scales = rows
     if scales is None:
         return values
@@ -397,7 +439,7 @@ def plain_rows(rows: Scaled, dtype: torch.dtype) -> Tensor:
 
 
 def plain_weights(weights: Scaled) -> Tensor:
-    """Weights [e, n, k] in the dtype of products: themselves, or dequantized."""
+    """Return weights [e, n, k] in the dtype of products: as they are, or dequantized."""
     values, scales = weights
     if scales is None:
         return values
@@ -405,26 +447,30 @@ def plain_weights(weights: Scaled) -> Tensor:
         dequantized: Tensor = ops.dequantize_mxfp4(values.contiguous(), scales.contiguous())
         return dequantized
     plain = torch.empty(plain_shape(values), dtype=product_dtype(values), device=values.device)
-    # All at once would take four times the memory.
+    # Dequantize expert by expert: the values in between are fp32, and those of all experts at once
+    # would take four times the memory.
     for i in range(len(values)):
         plain[i] = dequantize_weights(values[i], scales[i], plain.dtype)
     return plain
 
 
 def bias_of_rows(bias: Tensor, ends: Tensor, num_rows: int) -> Tensor:
-    """The bias of each row's expert, [N, n], by the ends of segments, int32 [e]. Rows past the last
-    segment have that of the first expert.
+    """The bias of each row's expert, [N, n], from the biases of experts [e, n].
+
+    `ends` is int32 [e], the row behind each segment, and `num_rows` is N. A row behind the last
+    segment has no expert; it gets the bias of the first expert, and nobody reads it.
     """
-    numbers = torch.arange(num_rows, dtype=torch.int32, device=ends.device)
-    experts = torch.searchsorted(ends, numbers, right=True, out_int32=True)
-    # Past the last segment there is no expert, but an index must be one.
-    experts.masked_fill_(numbers >= ends[-1], 0)
+    row_indices = torch.arange(num_rows, dtype=torch.int32, device=ends.device)
+    experts = torch.searchsorted(ends, row_indices, right=True, out_int32=True)
+    # Behind the last segment the search returns e, which is not a valid index.
+    experts.masked_fill_(row_indices >= ends[-1], 0)
     return bias.index_select(0, experts)
 
 
 def _activation(gate_up: Tensor, weights: Weights, segments: Segments, quantize: bool) -> Scaled:
-    """The gated activation, [N, 2F] → [N, F]; with `quantize` in fp8 with scales. Only rows of
-    segments are computed, since there may be many more.
+    """Run the gated activation, [N, 2F] → [N, F]. With `quantize` the result is fp8 with scales.
+
+    The kernel computes only rows of segments, since N may be much larger.
     """
     bias = weights.gate_up_bias
     gating = weights.gating
@@ -438,7 +484,7 @@ def _activation(gate_up: Tensor, weights: Weights, segments: Segments, quantize:
             return activated, None
         return activated, scales.t()[: len(gate_up)]
 
-    # In fp64 there is no kernel. A limit of infinity changes nothing.
+    # The kernel does not take fp64. If there is no limit, the limit is infinite and has no effect.
     if bias is not None:
         gate_up = gate_up + bias_of_rows(bias, segments.offsets[1:], len(gate_up))
     if gating.interleaved:

@@ -1,4 +1,4 @@
-"""A loop over the experts, which waits for the device: for whatever weights no library takes."""
+"""A GEMM for weights that no library takes: a loop over experts. The host waits for the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from epmoe.local.weight_formats import dequantize_weights, product_dtype
 
 
 class Loop(Gemm):
-    """One product for each expert that has rows. It takes all weights."""
+    """A GEMM that computes one product for each expert that has rows. It takes all weights."""
 
     name = "loop"
 
@@ -26,7 +26,7 @@ class Loop(Gemm):
         return False
 
     def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
-        """See `Gemm.multiply`: expert by expert."""
+        """See `Gemm.multiply`. The host reads where segments end, which it waits for on a GPU."""
         values, scales = weights
         if values.is_cuda:
             self.refuse_capture(values)
@@ -35,7 +35,7 @@ class Loop(Gemm):
         for i, (start, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
             if start >= end:
                 continue
-            # One expert at a time, since plain weights of all take more memory.
+            # Dequantize one expert at a time, since those of all experts would take more memory.
             expert = values[i]
             if scales is not None:
                 expert = dequantize_weights(expert, scales[i], out.dtype)
@@ -43,7 +43,7 @@ class Loop(Gemm):
         return out
 
     def _multiply_by(self, expert: Tensor, rows: Tensor, out: Tensor) -> None:
-        """rows [n, k] · expert [m, k]ᵀ → out [n, m]"""
+        """Multiply the rows of one expert: rows [n, k] · expert [m, k]ᵀ → out [n, m]."""
         torch.mm(rows, expert.T, out=out)
 
     def multiply_for_weights(self, grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The grouped GEMMs, and which of them serve given weights."""
+"""The table of all grouped GEMMs, and the choice of GEMMs for given weights."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ GEMMS: dict[str, Gemm] = {
         Blocks(),
     )
 }
-"""The GEMMs by their names, the fastest first. The loop takes all weights and all calls, so GEMMs
-behind it only serve with `batch_invariant`.
+"""The GEMMs by their names, the fastest first. The loop takes all weights and all calls. GEMMs that
+come behind it are therefore chosen only with `batch_invariant`.
 """
 
+# What users may pass as `GroupedExperts(gemm=…)`.
 CHOICES = (
     "auto",
     TorchGrouped.name,
@@ -48,28 +49,29 @@ CHOICES = (
 def choose(
     wanted: str, gate_up: Tensor, down: Tensor, *, batch_invariant: bool = False
 ) -> tuple[str, ...]:
-    """Choose the GEMMs that serve weights on their device. A call takes the first of them whose
-    `takes` says so.
+    """Choose the GEMMs for calls without gradients, for weights on their device.
 
-    It warns of a library that is installed but does not work, and where fp8 weights are dequantized
-    in every call.
+    Some GEMMs take only some calls, such as those with few rows. A call uses the first of the
+    chosen GEMMs whose method `takes` returns True. A warning is given if a library is installed but
+    does not work, and if fp8 weights will be dequantized in every call.
 
     Args:
-        wanted: one of `CHOICES`: "auto" for all, "torch" for all that need no GPU, or the name of
-            the one to take on GPUs.
+        wanted: one of `CHOICES`: "auto" allows all GEMMs, and "torch" allows those that need no
+            GPU. The name of a GEMM allows this GEMM on GPUs, and those that need no GPU elsewhere.
         gate_up: weights [e, 2F, D].
         down: weights [e, D, F].
-        batch_invariant: take GEMMs that have the bits of one GEMM. Where it can, that is the one
-            that trains the weights, so that calls with gradients have the bits of serving.
+        batch_invariant: choose only GEMMs whose outputs have the same bits. If possible, they have
+            the bits of the GEMM that trains the weights, so that serving and training agree.
 
     Returns:
-        Names of GEMMs, the fastest first.
+        The names of the GEMMs, the fastest first.
 
     Raises:
-        Exception: what `problem_with` of the wanted GEMM returns.
+        Exception: the error that `problem_with` of the wanted GEMM returns.
         ValueError: no GEMM is batch invariant for these weights.
     """
-    # With `batch_invariant`, GEMMs that train the weights come before others that take all calls.
+    # With `batch_invariant`, a GEMM that can train the weights is preferred. GEMMs that take all
+    # calls but cannot train them come last.
     candidates = [
         gemm
         for gemm in GEMMS.values()
@@ -78,7 +80,8 @@ def choose(
     if batch_invariant:
         candidates.sort(key=lambda gemm: gemm.takes_all_calls and not gemm.trains(gate_up, down))
 
-    # Take them in order, up to the first that takes all calls that may come.
+    # Choose GEMMs in order, up to the first one that takes any call. GEMMs that come later would
+    # never be used.
     chosen: list[str] = []
     problems: dict[str, Exception] = {}
     for gemm in candidates:
@@ -102,33 +105,35 @@ def choose(
 
 
 def _is_candidate(gemm: Gemm, wanted: str, *, on_gpu: bool, batch_invariant: bool) -> bool:
-    """Whether `choose` may take this GEMM, if the weights fit."""
+    """Whether the arguments of `choose` allow this GEMM, if it takes the weights."""
     if gemm.needs_gpu and not (on_gpu and wanted in ("auto", gemm.name)):
         return False
     if batch_invariant:
         return gemm.batch_invariant
-    # Invariant GEMMs for some calls only are slower than others for these calls.
+    # A batch invariant GEMM for some calls only is slower than the other GEMM for these calls.
     return gemm.takes_all_calls or not gemm.batch_invariant
 
 
 def _warn_of_slower(chosen: list[str], problems: dict[str, Exception], dtype: torch.dtype) -> None:
-    """Warn where a library that takes all calls is left out, and the chosen GEMMs are slow.
+    """Warn if the chosen GEMMs are slow because a library cannot be used.
 
-    `problems`: by the names of the GEMMs that are left out. `dtype`: of the weights.
+    `problems` says why GEMMs do not take the weights, by the names of the GEMMs. `dtype` is that of
+    the weights.
     """
-    of_libraries = []
+    library_problems = []
     for name, problem in problems.items():
         if GEMMS[name].needs_gpu and GEMMS[name].takes_all_calls:
-            of_libraries.append(problem)
+            library_problems.append(problem)
     takes_fp8 = any(GEMMS[name].takes_fp8 and GEMMS[name].takes_all_calls for name in chosen)
-    if of_libraries and dtype == FP8 and not takes_fp8:
+    if library_problems and dtype == FP8 and not takes_fp8:
         warnings.warn(
-            f"fp8 weights are dequantized in every call, which is slow: {of_libraries[0]}",
+            f"fp8 weights are dequantized in every call, which is slow: {library_problems[0]}",
             stacklevel=4,
         )
         return
-    # A library that is not installed is ModuleNotFoundError, and no reason to warn.
-    broken = [problem for problem in of_libraries if type(problem) is ImportError]
+    # If a library is not installed, that is a choice of the user and no reason to warn. The problem
+    # is then a ModuleNotFoundError, a subclass of ImportError, so the type is compared exactly.
+    broken = [problem for problem in library_problems if type(problem) is ImportError]
     if broken:
         warnings.warn(f"a slower grouped GEMM is used: {broken[0]}", stacklevel=4)
 
@@ -143,6 +148,7 @@ def _opaque(
     ends: Tensor,
     alignment: int,
 ) -> Tensor:
+    """Run `multiply` of the GEMM of this name, as an operator that torch.compile does not trace."""
     return GEMMS[gemm].multiply((rows, row_scales), (weights, weight_scales), ends, alignment)
 
 

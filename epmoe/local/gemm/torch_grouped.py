@@ -1,5 +1,8 @@
-"""torch's `grouped_mm`. In bf16 nothing looks at the host on GPUs of compute capability 9 and 10.
-On others, and in other dtypes, torch copies the ends of segments to the host, and loops over them.
+"""torch's `grouped_mm`.
+
+In bf16, on GPUs of compute capability 9 and 10, torch has a kernel for it, and the host does not
+wait. On other GPUs and in other dtypes torch copies the ends of segments to the host and loops over
+the experts.
 """
 
 from __future__ import annotations
@@ -11,26 +14,32 @@ from torch import Tensor
 from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows, plain_weights
 from epmoe.local.weight_formats import plain_shape, product_dtype
 
-# Major numbers of compute capabilities for which torch has a kernel (`_grouped_mm_cuda` of torch
-# 2.11 to 2.14; pytorch#169970, pytorch#186620).
+# The major numbers of the compute capabilities for which torch has a kernel (`_grouped_mm_cuda` of
+# torch 2.11 to 2.14; pytorch#169970, pytorch#186620).
 _WITH_KERNEL = (9, 10)
-# Strides must be multiples of it. In a backward pass rows become columns.
+# Strides must be multiples of this number of bytes. In a backward pass rows become columns, so it
+# holds for both dimensions there.
 _STRIDE_BYTES = 16
 
 
 class TorchGrouped(Gemm):
-    """`torch.nn.functional.grouped_mm`, whatever the segments are. fp8 and MXFP4 are dequantized in
-    every call.
+    """`torch.nn.functional.grouped_mm`. It takes any segments.
+
+    fp8 and MXFP4 weights are dequantized in every call.
     """
 
     name = "torch"
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
-        """torch's own error for a product of one row: it takes no fp64, and no odd strides."""
+        """Return torch's own error for these weights, or None if it takes them.
+
+        A product of one row without any expert that has rows shows it. torch does not take fp64,
+        nor strides that are not multiples of 16 bytes.
+        """
         none = torch.zeros(down.shape[0], dtype=torch.int32, device=down.device)
         try:
             for weights in (gate_up, down):
-                # Weights become contiguous as they are dequantized.
+                # Quantized weights are dequantized into new memory, so only the shape counts.
                 dtype = product_dtype(weights)
                 if dtype != weights.dtype:
                     weights = torch.empty(plain_shape(weights), dtype=dtype, device="meta")

@@ -1,9 +1,9 @@
-"""DeepGEMM, whose grouped GEMMs take fp8 and bf16: whether it can be used here, and its calls.
+"""DeepGEMM, a library of grouped GEMMs for fp8 and bf16 weights: calls and a check of it.
 
-Its kernels compile when they are first called, and lie in a folder of the user from then on.
-Segments lie in its cumulative layout: it is told where each ends, and counts on the next to start
-at a multiple of its block of rows. So it works through rows of segments only, however many rows
-there are. https://github.com/deepseek-ai/DeepGEMM
+https://github.com/deepseek-ai/DeepGEMM compiles a kernel at its first call, and keeps it in a
+folder of the user. Segments have the library's cumulative layout: it gets the end of each segment,
+and assumes that the next segment starts at the next multiple of its block of rows. It therefore
+computes only rows of segments, however many rows the tensor has.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows, problem_on_hopper
 from epmoe.local.weight_formats import FP8_BLOCKS
 from epmoe.native.arguments import FP8
 
-# D and F are multiples of it, by dtype.
+# By the dtype of the weights, the number that must divide D and F.
 _STEPS = {torch.bfloat16: 64, FP8: FP8_BLOCKS.block[1]}
 
 
 class DeepGemm(Gemm):
-    """DeepGEMM on GPUs of compute capability 9.0: fp8 weights, and bf16 ones."""
+    """DeepGEMM, for fp8 and bf16 weights on GPUs of compute capability 9.0."""
 
     name = "deep_gemm"
     needs_gpu = True
@@ -37,10 +37,11 @@ class DeepGemm(Gemm):
     takes_fp8 = True
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
-        """A tiny product shows whether the installed version works."""
+        """See `Gemm.problem_with`. A tiny product shows whether the installed version works."""
         if importlib.util.find_spec("deep_gemm") is None:
             return ModuleNotFoundError("DeepGEMM is not installed: `pip install epmoe[deep_gemm]`")
-        # On later GPUs fp8 rounds the scales to powers of two, and bf16 is not measured.
+        # On later GPUs DeepGEMM rounds the scales of fp8 to powers of two. bf16 was not measured
+        # there.
         problem = problem_on_hopper("DeepGEMM", gate_up, down, _STEPS)
         if problem is not None:
             return problem
@@ -49,13 +50,16 @@ class DeepGemm(Gemm):
         return _problem_with_version(down.dtype == FP8, down.get_device())
 
     def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
-        """Multiply by DeepGEMM. The largest block that fits is the fastest if experts have many
-        rows.
+        """See `Gemm.multiply`.
+
+        Of the blocks that divide `alignment` it takes the largest one, which is the fastest if
+        experts have many rows.
         """
         library = importlib.import_module("deep_gemm")
         values, _ = weights
         out = values.new_empty(len(rows[0]), values.shape[1], dtype=torch.bfloat16)
-        # Ends of segments, not a number for each row; nobody reads gaps.
+        # The library gets the ends of segments, not the number of an expert for each row. It need
+        # not write zeros into gaps, since nobody reads gaps.
         options = {"use_psum_layout": True, "ensure_zero_padding": False}
         largest = max(block for block in ROW_BLOCKS if alignment % block == 0)
         with _block(library, largest):
@@ -70,22 +74,23 @@ class DeepGemm(Gemm):
 
 @functools.cache
 def _problem_with_version(fp8: bool, device: int) -> Exception | None:
-    """Check by a tiny product that the installed version works with this torch. Returns why it does
-    not, or None.
+    """Check by a tiny product whether the installed DeepGEMM works with the installed torch.
+
+    Returns an error that says why it does not, or None.
     """
     e = 2
     n = 256
     block = DeepGemm.block
     rows = e * block
 
-    # Small integers, which every format holds: products are exact.
+    # Take small integers. Every format represents them, so that products are exact.
     generator = torch.Generator().manual_seed(0)
     x_ND = torch.randint(-2, 3, (rows, n), generator=generator, device="cpu").float()
     weights = torch.randint(-2, 3, (e, n, n), generator=generator, device="cpu").float()
     parts = [part @ expert.T for part, expert in zip(x_ND.split(block), weights, strict=True)]
     wanted = torch.cat(parts)
 
-    # Compute the same by the library, with scales of 1.
+    # Compute the same product by the library, with scales of 1.
     place = torch.device("cuda", device)
     ends = torch.tensor([block, rows], dtype=torch.int32, device=place)
     dtype = torch.bfloat16
@@ -104,10 +109,10 @@ def _problem_with_version(fp8: bool, device: int) -> Exception | None:
             if not torch.equal(got.float().cpu(), wanted):
                 error = "a tiny product is wrong"
     except torch.OutOfMemoryError:
-        # It says nothing of the library, and must not be cached.
+        # A lack of memory says nothing of the library, and must not be cached as its fault.
         raise
     except Exception as reason:
-        # The library may be of any version, and raise anything.
+        # Other versions of the library may raise any exception.
         error = f"{type(reason).__name__}: {reason}"
     if error is None:
         return None
@@ -119,8 +124,10 @@ def _problem_with_version(fp8: bool, device: int) -> Exception | None:
 
 @contextmanager
 def _block(library: ModuleType, rows: int) -> Iterator[None]:
-    """Let DeepGEMM's blocks have so many rows within this context. Other users of the library keep
-    what they have set.
+    """Let DeepGEMM's blocks have this many rows within this context.
+
+    The number is a global setting of the library. It is set back at the end, since other code in
+    the process may use the library, too.
     """
     layout = library.utils.layout
     before = layout.get_mk_alignment_for_contiguous_layout()

@@ -1,9 +1,9 @@
-"""The experts stage for calls in which an expert has a row or two, as in decoding: two kernels of
-our own.
+"""The experts stage for calls in which an expert has one or two rows, as in decoding.
 
-No library on Hopper reads the weights at the speed of memory there: their blocks have 64 rows or
-more, of which an expert fills one or two. How they work stands with the kernels, `few_rows` of
-csrc/cuda/local.
+Two kernels of epmoe compute it. For so few rows, the time of a call is the time to read the
+weights. The libraries on Hopper do not reach the speed of memory then: their blocks have 64 rows or
+more, of which an expert fills one or two. The files of the kernels, `few_rows` in csrc/cuda/local,
+explain how these work.
 """
 
 from __future__ import annotations
@@ -21,78 +21,86 @@ from epmoe.local.weight_formats import FP8_BLOCKS, MXFP4_GROUPS, product_dtype
 from epmoe.native import ops
 from epmoe.native.arguments import FP8, MXFP4
 
-# Rows of an expert, on average. What was measured is in docs/experiments.md, "Experts with few
-# rows".
-# Up to so many rows one tile of 8 tokens is the fastest.
+# The limits below are rows of an expert, on average. docs/experiments.md, "Experts with few rows",
+# has the measurements.
+# Up to this many rows, one tile of 8 tokens is the fastest.
 _ONE_TILE = 4.0
-# Up to so many rows two tiles are. MXFP4 has four.
+# Up to this many rows, two tiles are the fastest. For more rows the kernels for MXFP4 have four.
 _TWO_TILES = 12.0
 MOST_ROWS_OF_MXFP4 = 24.0
-"""The kernels take calls with at most so many, where our GEMM takes more; where all weights are
-dequantized for more, `MOST_BEFORE_ALL`.
+"""The most rows for which the kernels for few rows are used with MXFP4 weights, if epmoe's GEMM
+takes the calls with more rows.
 """
 MOST_BEFORE_ALL = 96.0
-# Share of the memory's peak speed that a copy reaches.
+"""The same limit if all weights have to be dequantized for calls with more rows, which is slow."""
+# The share of the memory's peak speed that a copy reaches.
 _COPY_SHARE = 0.87
-# Peak speed of the memory of H100.
+# The peak speed of the memory of an H100.
 _H100_GB_PER_S = 3352.0
-# Memory is fast if it has more for each multiprocessor: between H100 (22) and H200 (32).
+# Memory counts as fast if a copy has more than this for each multiprocessor. The number lies
+# between that of H100 (22) and that of H200 (32).
 _FAST_GB_PER_S = 27.0
-# With fast memory, TMA wins where fp8 weights take less time to read: they are widened too slowly.
+# With fast memory, the kernels by TMA are faster if fp8 weights take less time to read than this.
+# The kernels here then convert fp8 more slowly than memory delivers it.
 _SHORT_US = 150.0
-# With slow memory, TMA wins where a call reads for longer: it begins later, and reads 5 % faster.
+# With slow memory, the kernels by TMA are faster if a call reads for longer than this. They begin
+# later than the kernels here, and read 5 % faster.
 _SOON_US = 130.0
-# Rows of an expert: with more, TMA wins in both these cases.
+# In both these cases the kernels by TMA are faster from this many rows of an expert on.
 _FEWEST = 0.5
-# The table of so many experts fits into the shared memory of a block, in all kernels.
+# A table with this many experts fits into the shared memory of a block, in all kernels.
 _MOST_EXPERTS = 8192
 
 
 class Reading(NamedTuple):
-    """How a GPU reads the weights of all experts that it has."""
+    """How fast a GPU reads the weights of all its experts."""
 
     us: float
-    """µs to read them at a copy's speed"""
+    """the time to read them at the speed of a copy, in µs"""
     fast: bool
     """whether memory copies more than 27 GB/s for each multiprocessor, as on H200"""
 
     @classmethod
     def of(cls, weight_bytes: float, copy_gb_per_s: float, multiprocessors: int) -> Reading:
-        """By the speed of a copy, which counts bytes read and bytes written."""
+        """Compute it from the speed of a copy, which counts bytes read and bytes written."""
         us = weight_bytes / 1000 / copy_gb_per_s
         return cls(us, copy_gb_per_s > _FAST_GB_PER_S * multiprocessors)
 
     @classmethod
     def on_gpu(cls, gate_up: Tensor, down: Tensor) -> Reading:
-        """By what the driver says of the GPU of these weights, or as on H100 where it says 0."""
+        """Compute it from what the driver says of the GPU that has these weights.
+
+        If the driver says 0 for the speed of the memory, that of an H100 is assumed.
+        """
         found = torch.cuda.get_device_properties(down.device)
-        # Memory moves 2 bits a clock and line.
+        # On each line, memory moves 2 bits in a clock cycle.
         peak_gb_per_s = 2 * found.memory_clock_rate * found.memory_bus_width / 8e6
         copy_gb_per_s = _COPY_SHARE * (peak_gb_per_s or _H100_GB_PER_S)
         return cls.of(gate_up.nbytes + down.nbytes, copy_gb_per_s, found.multi_processor_count)
 
 
 def most_rows(dtype: torch.dtype, reading: Reading) -> float:
-    """The most rows of an expert, on average, with which kernels by TMA are no faster. `dtype` is
-    that of weights, bf16 or fp8.
+    """The most rows of an expert, on average, for which the kernels by TMA are not faster.
+
+    `dtype` is that of the weights, bf16 or fp8.
     """
     if reading.fast:
         is_widened_too_slowly = dtype == FP8 and reading.us < _SHORT_US
         return _FEWEST if is_widened_too_slowly else _ONE_TILE
-    # With n rows an expert, a call reads the share 1 − e⁻ⁿ of the experts, and takes this share of
-    # `reading.us`.
+    # If experts have n rows on average, about 1 − e⁻ⁿ of the experts have any, and a call reads
+    # only these. Solve for the n with which it reads for `_SOON_US`.
     share = min(_SOON_US / max(reading.us, 1e-9), 0.9)
     return min(_FEWEST, -math.log1p(-share))
 
 
 class FewRows(Gemm):
-    """Our kernels for few rows, on GPUs of compute capability 9.0: fp8 weights, and bf16 ones."""
+    """epmoe's kernels for few rows, for fp8 and bf16 weights on GPUs of compute capability 9.0."""
 
     name = "few_rows"
     needs_gpu = True
     takes_all_calls = False
     takes_fp8 = True
-    # D and F are multiples of it, by dtype.
+    # By the dtype of weights, the number that must divide D and F.
     steps: ClassVar[dict[torch.dtype, int]] = {torch.bfloat16: 64, FP8: FP8_BLOCKS.block[1]}
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
@@ -113,7 +121,7 @@ class FewRows(Gemm):
         return None
 
     def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
-        # Kernels by TMA may not run there.
+        # If the kernels by TMA do not run on this device, they cannot be faster.
         if problem_of_build(down.device) is not None:
             return _ONE_TILE
         return most_rows(down.dtype, Reading.on_gpu(gate_up, down))
@@ -124,8 +132,10 @@ class FewRows(Gemm):
     def experts(
         self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments
     ) -> Tensor:
-        """Compute the outputs by two kernels. fp8 rows stay fp8 between them, with a power of two
-        as the scale of every 16 columns.
+        """Compute the outputs by two kernels.
+
+        If the weights are fp8, the rows are fp8 between the kernels, too. Each 16 columns then have
+        a power of two as their scale.
         """
         assert segments.rows_per_expert is not None
         operands = self._operands(weights, rows, scales, segments)
@@ -136,13 +146,14 @@ class FewRows(Gemm):
     def _operands(
         self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments
     ) -> tuple[object, ...]:
-        """The arguments of the operators, with rows as the kernels want them."""
+        """The arguments of the operators, with rows in the dtype that the kernels need."""
         if weights.down.dtype == FP8 and scales is None:
             rows, scales = quantize_fp8(rows, num_tokens=segments.offsets[-1])
         elif weights.down.dtype != FP8:
             rows = plain_rows((rows, scales), product_dtype(weights.down))
             scales = None
-        # `problem_with` refuses weights that are not contiguous, but asks for nothing of the rest.
+        # The weights are contiguous, since `problem_with` refuses others. Scales and biases may not
+        # be.
         return (
             rows.contiguous(),
             scales,
@@ -158,12 +169,12 @@ class FewRows(Gemm):
         )
 
     def _token_tiles(self, dtype: torch.dtype, rows_per_expert: float) -> int:
-        """Tiles of 8 tokens that share a reading of the weights."""
+        """How many tiles of 8 tokens share one reading of the weights."""
         return 1
 
 
 class FewRowsOfMxfp4(FewRows):
-    """Our kernels for few bf16 rows and weights in MXFP4, with bf16 between the kernels."""
+    """epmoe's kernels for few bf16 rows and MXFP4 weights. Between the kernels rows are bf16."""
 
     name = "few_rows_mxfp4"
     takes_fp8 = False

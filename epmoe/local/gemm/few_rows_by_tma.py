@@ -1,9 +1,9 @@
-"""Kernels of our own for calls in which an expert has some rows. They read weights by TMA and
-multiply by wgmma.
+"""The experts stage for calls in which an expert has some rows.
 
-They take calls with more rows than `FewRows` and fewer than a GEMM for many rows. They add in the
-order of that GEMM, so `batch_invariant` experts use them for all calls with fewer rows. How they
-work stands with the kernels, `few_rows_by_tma` of csrc/cuda/hopper.
+Kernels of epmoe compute it. They read the weights by TMA and multiply by wgmma. They are used for
+calls with more rows than `FewRows` takes, and with fewer rows than a GEMM for many rows needs. They
+add in the same order as that GEMM, so `batch_invariant` experts use them for all calls with fewer
+rows. The files of the kernels, `few_rows_by_tma` in csrc/cuda/hopper, explain how these work.
 """
 
 from __future__ import annotations
@@ -24,28 +24,35 @@ from epmoe.native.arguments import FP8
 
 
 class _Border(NamedTuple):
-    """Up to how many rows of an expert, on average, the kernels are faster than a GEMM."""
+    """The numbers from which `most_rows_by_tma` computes its result.
+
+    The result is how many rows an expert may have, on average, before a GEMM is faster.
+    """
 
     many_weights: float
-    """where weights are many"""
+    """the result if the weights take long to read"""
     lead_rows_us: float
-    """divided by the µs of reading, this adds rows where weights are few: a GEMM begins later"""
+    """This number, divided by the µs to read the weights, is added to the result. A GEMM begins its
+    work later, which counts if the weights are read in a short time.
+    """
     at_most: float
+    """the largest result"""
 
 
-# By dtype and whether memory is fast. What was measured is in docs/experiments.md, "Experts with
-# few rows".
+# The border by the dtype of the weights, and by whether memory is fast. The numbers are in the
+# order of the fields. docs/experiments.md, "Experts with few rows", has the measurements.
 _BORDERS = {
     (torch.bfloat16, False): _Border(39.0, 10_000.0, 64.0),
     (torch.bfloat16, True): _Border(39.0, 10_000.0, 48.0),
     (FP8, False): _Border(39.0, 2_600.0, 64.0),
     (FP8, True): _Border(28.0, 500.0, 48.0),
 }
-# Up to so many rows of an expert tiles have 32 rows, then 64.
+# Up to this many rows of an expert, tiles have 32 rows. For more rows they have 64.
 _HALF_TILES = {torch.bfloat16: 8.0, FP8: 20.0}
-# Experts of a rank, D and F in fp8: their table and the scales of a tile lie in shared memory.
+# The most experts of a rank, the largest D and the largest F in fp8. The table of the experts and
+# the scales of a tile lie in shared memory.
 _MOST_OF_FP8 = 1024, 27_264, 128_768
-# The GEMMs of calls with more rows.
+# The GEMM for calls with many rows, by the dtype of the weights.
 _MANY: dict[torch.dtype, Gemm] = {
     torch.bfloat16: Hopper(),
     FP8: DeepGemm(),
@@ -53,8 +60,9 @@ _MANY: dict[torch.dtype, Gemm] = {
 
 
 def most_rows_by_tma(dtype: torch.dtype, reading: Reading) -> float:
-    """The most rows of an expert, on average, with which a GEMM is slower. `dtype` is that of
-    weights, bf16 or fp8.
+    """The most rows of an expert, on average, for which a GEMM is slower.
+
+    `dtype` is that of the weights, bf16 or fp8.
     """
     border = _BORDERS[dtype, reading.fast]
     lead = border.lead_rows_us / max(reading.us, 1e-9)
@@ -62,8 +70,9 @@ def most_rows_by_tma(dtype: torch.dtype, reading: Reading) -> float:
 
 
 class FewRowsByTma(FewRows):
-    """Kernels for few rows on GPUs of compute capability 9.0, almost as fast with 16 rows of an
-    expert as with one.
+    """epmoe's kernels for some rows, on GPUs of compute capability 9.0.
+
+    They are almost as fast with 16 rows of an expert as with one.
     """
 
     name = "few_rows_by_tma"
@@ -82,7 +91,7 @@ class FewRowsByTma(FewRows):
         return problem_of_build(down.device)
 
     def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
-        """See `Gemm.most_rows`. With fp8, `FusedExperts` may take over before a GEMM does."""
+        """See `Gemm.most_rows`. With fp8 weights, `FusedExperts` may be faster before a GEMM is."""
         most = self._most_before_many(gate_up, down)
         if down.dtype != FP8:
             return most
@@ -92,7 +101,10 @@ class FewRowsByTma(FewRows):
         return most
 
     def _most_before_many(self, gate_up: Tensor, down: Tensor) -> float:
-        """The most rows of an expert, on average, with which the GEMM for many rows is slower."""
+        """The most rows of an expert, on average, for which the GEMM for many rows is slower.
+
+        If that GEMM cannot be used, the alternative is to dequantize all weights.
+        """
         if down.dtype == FP8 and _MANY[FP8].problem_with(gate_up, down) is not None:
             return MOST_BEFORE_ALL
         return most_rows_by_tma(down.dtype, Reading.on_gpu(gate_up, down))
@@ -102,8 +114,9 @@ class FewRowsByTma(FewRows):
 
 
 class InvariantFewRows(FewRowsByTma):
-    """The kernels of `FewRowsByTma` with the bits of the GEMM for many rows: our own for bf16,
-    DeepGEMM for fp8.
+    """The kernels of `FewRowsByTma` for `batch_invariant` experts.
+
+    Their outputs have the bits of the GEMM for many rows: epmoe's own for bf16, DeepGEMM for fp8.
     """
 
     name = "invariant_few_rows"
@@ -113,8 +126,9 @@ class InvariantFewRows(FewRowsByTma):
         return self._most_before_many(gate_up, down)
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
-        """See `Gemm.problem_with`. A product shows whether the installed DeepGEMM adds in the same
-        order.
+        """See `Gemm.problem_with`. It also compares outputs with those of the GEMM for many rows.
+
+        Another version of DeepGEMM might add in another order.
         """
         problem = super().problem_with(gate_up, down)
         if problem is not None:
@@ -124,10 +138,11 @@ class InvariantFewRows(FewRowsByTma):
 
 @functools.cache
 def _other_bits(dtype: torch.dtype, device: torch.device) -> ValueError | None:
-    """Compare outputs of random rows with those of the GEMM for many rows, to the bit. Returns why
-    they differ, or None.
+    """Compare outputs of random rows, bit by bit, with those of the GEMM for many rows.
+
+    Returns an error if they differ, and None if they are equal.
     """
-    # Two experts of D = F = `size`, whose segments start at multiples of a block.
+    # Take two experts of D = F = `size`. Their segments start at multiples of a block.
     size = 256
     few = 3
     more = 40
@@ -144,7 +159,7 @@ def _other_bits(dtype: torch.dtype, device: torch.device) -> ValueError | None:
         got = InvariantFewRows().experts(weights, rows, None, segments)
         wanted = _MANY[dtype].experts(weights, rows, None, segments)
 
-        # Rows of gaps are undefined.
+        # Compare the rows of the two experts. Rows of gaps are undefined.
         differs = got.view(torch.int16) != wanted.view(torch.int16)
         differing = int(differs[:few].sum()) + int(differs[block : block + more].sum())
     if not differing:
@@ -153,7 +168,7 @@ def _other_bits(dtype: torch.dtype, device: torch.device) -> ValueError | None:
 
 
 class _Random:
-    """Random rows and weights, the same in each process."""
+    """Makes random rows and weights, which are the same in each process."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,8 +1,9 @@
-"""Calls in which an expert has some tens of rows, in fp8: one kernel of our own for the stage.
+"""The experts stage for calls in which an expert has some tens of rows, with fp8 weights.
 
-It takes the calls between those of `FewRowsByTma` and those of DeepGEMM, which spend most of their
-time on reading weights. Sums have the order of both. How it works stands with the kernel,
-`fused_experts` of csrc/cuda/hopper.
+One kernel of epmoe computes the whole stage. It is used for calls with more rows than those of
+`FewRowsByTma` and with fewer rows than those of DeepGEMM. Such calls spend most of their time on
+reading the weights. Sums have the same order as in both of these. The file of the kernel,
+`fused_experts` in csrc/cuda/hopper, explains how it works.
 """
 
 from __future__ import annotations
@@ -21,28 +22,32 @@ from epmoe.local.weight_formats import FP8_BLOCKS
 from epmoe.native import ops
 from epmoe.native.arguments import FP8
 
-# Experts of a rank: their table lies in shared memory.
+# The most experts of a rank. Their table lies in shared memory.
 _MOST_EXPERTS = 1024
-# Rows of an expert, on average, with the fast memory of H200; H100 was not measured. What was is in
-# docs/experiments.md, "Experts with few rows".
-# From so many rows on the kernel is faster than two by TMA, if weights take less time to read than
-# this many µs: up to here these have tiles of 32 rows, and begin sooner.
+# The limits below are rows of an expert, on average, with the fast memory of H200. H100 was not
+# measured. docs/experiments.md, "Experts with few rows", has the measurements.
+# From this many rows on, the kernel is faster than the two kernels by TMA, if the weights take less
+# than `_LONG_US` to read. With fewer rows the kernels by TMA have tiles of 32 rows, and begin
+# sooner.
 _FEWEST = 20.0
 _LONG_US = 150.0
-# The same if weights take longer: up to here the kernels for few rows are the fastest.
+# The same limit if the weights take longer to read. With fewer rows the kernels for few rows are
+# the fastest.
 _FEWEST_OF_LONG = 4.0
-# From so many rows on, for each µs of reading, DeepGEMM is faster.
+# DeepGEMM is faster from this many rows on, times the µs that it takes to read the weights.
 _ROWS_OF_US = 0.92
-# The most: with 512 rows of DeepSeek-V3 both are as fast.
+# The kernel is not used for more rows. With 512 rows of DeepSeek-V3 both are equally fast.
 _MOST = 256.0
-# Kernels by TMA take as many rows before DeepGEMM does. Where this kernel takes no more, it has no
-# calls.
+# The kernels by TMA are used up to this many rows before DeepGEMM is. If this kernel were used for
+# no more rows than that, it would have no calls.
 _MOST_BY_TMA = 48.0
 
 
 def fewest_rows_fused(reading: Reading) -> float:
-    """Rows of an expert, on average, up to which kernels by TMA or for few rows are faster. Weights
-    are fp8.
+    """The rows of an expert, on average, from which on the fused kernel is used with fp8 weights.
+
+    With fewer rows the kernels by TMA or those for few rows are faster. The result is infinite if
+    the kernel is never the fastest.
     """
     if most_rows_fused(reading) < _MOST_BY_TMA:
         return math.inf
@@ -50,14 +55,14 @@ def fewest_rows_fused(reading: Reading) -> float:
 
 
 def most_rows_fused(reading: Reading) -> float:
-    """Rows of an expert, on average, up to which DeepGEMM is slower. Weights are fp8."""
+    """The most rows of an expert, on average, for which DeepGEMM is slower with fp8 weights."""
     if not reading.fast:
         return 0.0
     return min(_ROWS_OF_US * reading.us, _MOST)
 
 
 class FusedExperts(FewRows):
-    """One kernel for gate and up, the activation and down, on GPUs of compute capability 9.0."""
+    """epmoe's kernel for the whole stage in fp8, on GPUs of compute capability 9.0."""
 
     name = "fused_experts"
     steps: ClassVar[dict[torch.dtype, int]] = {FP8: FP8_BLOCKS.block[1]}
@@ -74,7 +79,7 @@ class FusedExperts(FewRows):
 
     def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
         most = most_rows_fused(Reading.on_gpu(gate_up, down))
-        # Without DeepGEMM all weights would be dequantized.
+        # Without DeepGEMM, calls with more rows have to dequantize all weights, which is slow.
         if DeepGemm().problem_with(gate_up, down) is not None:
             return max(most, MOST_BEFORE_ALL)
         return most
@@ -82,8 +87,9 @@ class FusedExperts(FewRows):
     def experts(
         self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments
     ) -> Tensor:
-        """One kernel computes the outputs. Rows are fp8 between the products, with a scale for
-        every 128 columns.
+        """Compute the outputs by one kernel.
+
+        Between the two products the rows are fp8, with a scale for each 128 columns.
         """
         out: Tensor = ops.fused_experts(*self._operands(weights, rows, scales, segments))
         return out

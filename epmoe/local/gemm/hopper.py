@@ -1,8 +1,8 @@
-"""Grouped GEMMs of our own on Hopper: for bf16 in both directions, and gradients of weights, and
-for weights in MXFP4.
+"""epmoe's own grouped GEMMs on Hopper, for bf16 and MXFP4 weights.
 
-A tile adapts to the rows of an expert, which other libraries round up to blocks of 64 or 128. How
-they work stands with the kernels, `grouped_gemm` of csrc/cuda/hopper.
+With bf16 weights they also compute gradients of rows and of weights. The size of a tile adapts to
+the rows of an expert, which other libraries round up to blocks of 64 or 128. The files of the
+kernels, `grouped_gemm` in csrc/cuda/hopper, explain how these work.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ from epmoe.local.weight_formats import product_dtype
 from epmoe.native import ops
 from epmoe.native.arguments import MXFP4
 
-# D and F are multiples of it, by dtype.
+# By the dtype of the weights, the number that must divide D and F.
 _STEPS = {torch.bfloat16: 8, MXFP4: 64}
-# Addresses and strides are multiples of it.
+# Addresses and strides must be multiples of this number of bytes, since TMA reads the tensors.
 _BYTES = 16
-# Experts of a rank: their table is in shared memory.
+# The most experts of a rank. Their table lies in shared memory.
 _MOST_EXPERTS = 512
 
 
 class Hopper(Gemm):
-    """Our kernels on GPUs of compute capability 9.0, whatever the segments are: bf16, and MXFP4,
-    which only serves.
+    """epmoe's grouped GEMMs on GPUs of compute capability 9.0, for any segments.
+
+    The weights are bf16 or MXFP4. MXFP4 weights cannot be trained.
     """
 
     name = "hopper"
     needs_gpu = True
-    batch_invariant = True  # an element has one order of sums, whatever tile it is in
+    # The sum of an element has the same order in tiles of all sizes.
+    batch_invariant = True
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
         """See `Gemm.problem_with`."""
@@ -100,7 +102,7 @@ class Hopper(Gemm):
         segments: TrainedSegments,
         needs_down: bool,
     ) -> ExpertGradients:
-        """See `Gemm.train_backward`: all products in one operator."""
+        """See `Gemm.train_backward`. One operator computes all products."""
         rows = kept.rows
         if rows is not None:
             rows = _for_tma(rows)
@@ -115,7 +117,7 @@ class Hopper(Gemm):
             *segments,
             needs_down,
         )
-        # Where a gradient is not asked for, the operator returns an empty tensor.
+        # The operator returns an empty tensor for a gradient that is not wanted.
         gradients = ExpertGradients(*tensors)
         if w_gate_up is None:
             gradients = gradients._replace(rows=None)
@@ -127,12 +129,12 @@ class Hopper(Gemm):
 
 
 def _fits_tma(tensor: Tensor) -> bool:
-    """Whether TMA can read a tensor."""
+    """Whether TMA can read a tensor: it must be contiguous and begin at a multiple of 16 bytes."""
     return tensor.is_contiguous() and tensor.data_ptr() % _BYTES == 0
 
 
 def _for_tma(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy if TMA cannot read it."""
+    """Return the tensor, or a copy of it if TMA cannot read the tensor."""
     if tensor.is_contiguous() and tensor.data_ptr() % _BYTES == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
@@ -140,10 +142,12 @@ def _for_tma(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def problem_of_build(device: torch.device) -> Exception | None:
-    """Why our kernels do not run there, as if compiled for other GPUs. A lack of memory is no
-    reason, and is raised.
+    """Say why epmoe's kernels do not run on this device, or return None.
+
+    For example, they may have been compiled for other GPUs. A lack of memory is raised, since it
+    says nothing of the kernels, and the result is cached.
     """
-    # The least product shows it.
+    # Try the smallest product.
     ends = torch.tensor([8], dtype=torch.int32, device=device)
     rows = torch.ones(8, 8, dtype=torch.bfloat16, device=device)
     weights = torch.ones(1, 8, 8, dtype=torch.bfloat16, device=device)

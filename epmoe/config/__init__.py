@@ -1,3 +1,3 @@
-"""The configuration of a group: what a file says, checked, and the placement of experts that
-follows from it.
+"""The configuration of a group: reads and checks what a file says, and computes from it where the
+experts are placed.
 """

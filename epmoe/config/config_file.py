@@ -1,5 +1,5 @@
-"""Finds and reads YAML, TOML and JSON, reads the environment, and words the errors; `EPConfig`
-checks the values.
+"""Finds and reads files in YAML, TOML and JSON, reads variables of the environment, and puts errors
+into words. `EPConfig` checks the values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import yaml
 
 ENV_PREFIX = "EPMOE_"
 _PACKAGE = Path(__file__).resolve().parents[1]
-# Writes a value into a message. The value may be as large as its file.
+# Writes a value into a message, shortened, since the value may be as large as its file.
 _REPR = reprlib.Repr()
 _REPR.maxstring = 80
 _REPR.maxother = 80
@@ -44,17 +44,18 @@ _NUMBERS = {
         r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
     ),
 }
-"""Numbers as people write them, by YAML's tags: of YAML 1.1 without 1:04, which is 64 there, and
-010, which is 8; and with 1e-20, which is a text there.
+"""Patterns of numbers as people write them, by YAML's tags. They differ from those of YAML 1.1 in
+three cases: there 1:04 is the number 64, 010 is the number 8, and 1e-20 is a text.
 """
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe loader that refuses keys given twice, which plain YAML takes silently, and reads
-    numbers as `_NUMBERS` says.
+    """YAML's safe loader with two changes. It refuses a key that is given twice, of which plain
+    YAML silently takes the last. And it reads numbers as `_NUMBERS` says.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Make the dict of a YAML mapping. Raises ConfigError for a key that is given twice."""
         seen: dict[str, int] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
@@ -67,7 +68,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# In place of YAML 1.1's numbers.
+# Replace the patterns of YAML 1.1 for numbers by ours.
 _Loader.yaml_implicit_resolvers = {
     first: [pair for pair in pairs if pair[0] not in _NUMBERS]
     for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -77,7 +78,7 @@ for _tag, _pattern in _NUMBERS.items():
 
 
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A mapping of JSON. Raises ConfigError for a key that is given twice."""
+    """Make the dict of a JSON object. Raises ConfigError for a key that is given twice."""
     result = dict(pairs)
     if len(result) < len(pairs):
         counts = Counter(key for key, _ in pairs)
@@ -97,11 +98,12 @@ _PARSERS: dict[str, Callable[[str], object]] = {
 
 
 def ready_configs() -> dict[str, Path]:
-    """The configurations that come with epmoe, by name. They are in the package, in a checkout in
-    its root.
+    """The files of the configurations that come with epmoe, by name. An installed package has them
+    in its own folder, a checkout of the repository in its root.
     """
     folders = [_PACKAGE / "configs"]
-    # In a checkout; elsewhere a folder `configs` beside the package is not ours.
+    # Only in a checkout there is a pyproject.toml beside the package. Elsewhere, a folder `configs`
+    # beside the package belongs to somebody else.
     if (_PACKAGE.parent / "pyproject.toml").exists():
         folders.append(_PACKAGE.parent / "configs")
     for folder in folders:
@@ -111,21 +113,22 @@ def ready_configs() -> dict[str, Path]:
 
 
 def find_config(name_or_path: str | Path) -> Path:
-    """Find the file that is meant: an existing file, otherwise the ready configuration of that
-    name, as in `cpu_demo`.
+    """Find a configuration: an existing file, or else the configuration of this name that comes
+    with epmoe, such as `cpu_demo`.
 
-    A path with a suffix or a folder is returned as it is, and reading it gives the error. Raises
-    ConfigError for the folder of a checkpoint and, with a list of the names, for any other name.
+    A path that has a suffix or names a folder, but does not exist, is returned as it is: reading it
+    then gives a clear error. Raises ConfigError for the folder of a checkpoint, and for any other
+    name, with a list of the names that exist.
     """
     path = Path(name_or_path)
     ready = ready_configs()
-    # A file comes before a name.
+    # An existing file comes before a configuration of the same name.
     if path.is_file():
         return path
     for name, file in ready.items():
         if str(path) in (name, file.name):
             return file
-    # Neither: say what is wrong with it.
+    # It is neither of them, so say what is wrong.
     if path.is_dir() and path.suffix.lower() not in _PARSERS:
         raise ConfigError(
             f"{path}: is a folder: give a file, or for a checkpoint `--nproc` (`EPConfig.from_hf`)"
@@ -151,7 +154,7 @@ def read_config(
             f"{path}: a configuration must end in {', '.join(_PARSERS)}, got `{path.suffix}`"
         )
     try:
-        # Every mistake of a file names the file.
+        # Errors of parsers do not name the file, so each is raised again with its path.
         data = parse(_text_of(path))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
@@ -169,7 +172,7 @@ def read_config(
 
 
 def _text_of(path: Path) -> str:
-    """Read a text file. Raises ConfigError, without the path."""
+    """Read a text file. Raises ConfigError, whose message the caller completes with the path."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -182,8 +185,8 @@ def _text_of(path: Path) -> str:
 
 
 def _brief(error: Exception) -> str:
-    """Say the line of a mistake and what it is. Parsers of YAML and JSON have both under different
-    names.
+    """Say in one line where a mistake of a file is, and what it is. The errors of the parsers for
+    YAML and JSON have these under different names.
     """
     # YAML's marks count lines from 0.
     line = getattr(error, "lineno", None)
@@ -203,12 +206,13 @@ def _brief(error: Exception) -> str:
 def environment_overrides(
     environ: Mapping[str, str], sections: Mapping[str, Collection[str]]
 ) -> dict[str, Override]:
-    """Read the variables `EPMOE_<SECTION>__<KEY>`. Their values are YAML. Returns what each sets,
-    by its name.
+    """Read the variables `EPMOE_<SECTION>__<KEY>`, whose values are YAML. Returns what each
+    variable sets, by the name of the variable.
 
-    Variables without the double underscore are not configuration. A variable that names no key of
-    `sections`, or a section alone, or that has one underscore where it needs two, is an error,
-    because a misspelt override would silently do nothing.
+    `sections` are all sections with their keys. Other variables that begin with `EPMOE_`, and have
+    no double underscore, are no configuration. But a misspelt variable would silently do nothing.
+    So it raises ConfigError for a variable that names an unknown section or key, that names a
+    section alone, or that has one underscore in place of two.
     """
     overrides = {}
     for variable in sorted(environ):
@@ -216,11 +220,11 @@ def environment_overrides(
             continue
         section, underscores, key = variable.removeprefix(ENV_PREFIX).lower().partition("__")
         where = f"environment variable {variable}"
-        # Without the underscores it is no override, unless it was meant as one.
+        # Without a double underscore it sets no key. Refuse it if it looks as if it should.
         if not underscores:
             _check_means_nothing(variable, sections)
             continue
-        # The section and its key exist, and the value is YAML.
+        # Check that the section and the key exist, and that the value is YAML.
         if section not in sections:
             raise ConfigError(f"{where}: no section `{section}`; there are {', '.join(sections)}")
         if key not in sections[section]:
@@ -245,14 +249,14 @@ def _check_means_nothing(variable: str, sections: Mapping[str, Collection[str]])
             f"{where}: has no effect, since it names a section; one of its keys is "
             f"{variable}__{key.upper()}"
         )
-    meant = _meant(name, sections)
+    meant = _closest_override(name, sections)
     if meant:
         raise ConfigError(f"{where}: has no effect; did you mean {meant}, with two underscores?")
 
 
-def _meant(name: str, sections: Mapping[str, Collection[str]]) -> str | None:
-    """The override to which a variable without a double underscore is close: SECTION_KEY, or the
-    KEY alone.
+def _closest_override(name: str, sections: Mapping[str, Collection[str]]) -> str | None:
+    """The variable that the user probably meant by a name without a double underscore, or None. The
+    name may be close to SECTION_KEY, or be the KEY alone.
     """
     overrides = {}
     by_key = {}
@@ -267,8 +271,8 @@ def _meant(name: str, sections: Mapping[str, Collection[str]]) -> str | None:
 
 
 def explain(item: Any, known: Sequence[str]) -> str:
-    """Say one error of pydantic in our words: the dotted key, what it must be, what it is. `known`
-    keys give a hint.
+    """Put one error of pydantic into the words of this package: the key with dots, what its value
+    must be, and what it is. For an unknown key the message names a similar one out of `known`.
     """
     last = item["loc"][-1] if item["loc"] else None
     key = f"`{_dotted(item['loc'])}`"
@@ -288,7 +292,7 @@ def explain(item: Any, known: Sequence[str]) -> str:
 
 
 def _dotted(places: Sequence[int | str]) -> str:
-    """A key as users write it, with the index of a list in brackets."""
+    """Write a key with dots between its parts, and with the index of a list in brackets."""
     dotted = ""
     for place in places:
         if isinstance(place, int):
@@ -298,6 +302,8 @@ def _dotted(places: Sequence[int | str]) -> str:
     return dotted.lstrip(".")
 
 
-def _short(text: str, most: int = 80) -> str:
-    """`text`, or its beginning: a value may be as large as its file."""
-    return text if len(text) <= most else text[: most - 1] + "…"
+def _short(text: str, max_length: int = 80) -> str:
+    """Shorten a text to `max_length` characters, since a value may be as large as its file."""
+    if len(text) <= max_length:
+        return text
+    return text[: max_length - 1] + "…"

@@ -1,7 +1,8 @@
-"""Deadlines of failures over several nodes, whose order matters.
+"""How long the waits of a group over several nodes last. Their order matters.
 
-The rank next to a fault must report first, since it knows who is missing. The others then report
-the same ranks:
+When a rank fails, all others wait for it, directly or indirectly. The rank that waits for it
+directly must give up first, since it knows which rank is missing. It tells the others, which then
+report the same rank. So the deadlines of the other waits come later, each after the one before:
 
     timeout_s                a transfer to other nodes: its rank finds the fault
     + ANSWER_S               the ranks of its rail have reported what they know
@@ -27,21 +28,27 @@ OPENING_ANSWER_S = 1.0
 
 @dataclass(frozen=True)
 class Deadlines:
-    """How long the waits of one exchange may take, in seconds: every wait of its host asks it.
+    """How long the waits of one exchange may take, in seconds. Every wait on the host asks
+    `wait_s`.
 
-    The operators of a node have both numbers, and count rounds themselves.
+    The operators in C++ and CUDA wait, too. They have both numbers and count the rounds themselves.
     """
 
     first_s: float
-    """until the second round opens: ranks may still load or compile"""
+    """the deadline of the first round, during which ranks may still load or compile"""
     later_s: float
+    """the deadline of all later rounds"""
     opened: Callable[[], int]
-    """returns the number of rounds so far"""
+    """returns how many rounds have been opened so far"""
 
     def wait_s(self, *, returning: bool = False, first: bool = False) -> float:
-        """Of a wait, or over several nodes for `returning` sums. `first`: the first round is still
-        under way.
+        """How long a wait that begins now may take.
+
+        `returning`: the wait is for sums that come back from other nodes, which takes longer.
+        `first`: the wait belongs to the first round, although a later round may have been opened.
         """
         is_first = first or self.opened() <= 1
         timeout_s = self.first_s if is_first else self.later_s
-        return timeout_s + RETURN_S * returning
+        if returning:
+            return timeout_s + RETURN_S
+        return timeout_s

@@ -1,9 +1,9 @@
-"""What the configuration of a Hugging Face model says about its MoE layers: the one table of model
-types.
+"""Reads our configuration of MoE layers from the configuration of a Hugging Face model.
 
-A row says how routers and experts work, and which keys of the model hold the values of ours.
-`tests/test_from_hf.py` compares every row with the whole MoE block of transformers, and finds model
-types that are not here. This module needs no transformers, and nothing is downloaded.
+The table `_ROWS` has a row for each kind of model. A row says how the routers and experts of these
+models work, and under which keys the model has the values of our keys. `tests/test_from_hf.py`
+compares every row with the whole MoE block of transformers, and finds model types that the table
+lacks. This module needs no transformers, and downloads nothing.
 """
 
 from __future__ import annotations
@@ -48,19 +48,21 @@ _NAMES = {
         "moe_router_scaling_factor",
     ),
 }
-"""Keys of our sections, with the names that models have for them, whatever their type: the same
-model may be shipped with one name and be saved by transformers with another. Names that a model has
-side by side must agree.
+"""For each of our keys, the names that models use for it. A name may occur in a model of any type:
+the same model may be shipped with one name, and be saved by transformers with another. If a model
+has several of the names, their values must agree.
 """
 _ACTIVATION = ("hidden_act", "activation_function")
 PART_KEYS = ("text_config", "thinker_config", "llm_config", "language_config")
-"""Keys of a model of several parts, with the part that has experts."""
+"""The keys under which a model of several parts, such as one for text and images, has the part with
+experts.
+"""
 _PART_TYPES = {
     "kimi_k25": "deepseek_v3",
     "qwen3_omni_moe_thinker": "qwen3_omni_moe_text",
     "step3p7": "step3p5",
 }
-"""Types of models, with that of their part with experts where it is not called `TYPE_text`."""
+"""For some types of models, the type of their part with experts. All others call it `TYPE_text`."""
 _ALPHAS = {"silu": 1.0, "swish": 1.0, "quick_gelu": 1.702}
 """The activations x · sigmoid(alpha · x), as transformers names them."""
 _OF_EXPERTS = {
@@ -70,7 +72,9 @@ _OF_EXPERTS = {
     "mlp_bias": "biases",
     "use_bias": "biases",
 }
-"""Keys of models that may say what their experts compute, with the key of our section `experts`."""
+"""Keys of models that may say what their experts compute, each with the key of our section
+`experts` that has this meaning.
+"""
 _BY_HAND = (
     "set E, K, D and F by hand, EPConfig(model={'num_experts': …, 'num_experts_per_tok': …, "
     "'hidden_size': …, 'intermediate_size': …}, …)"
@@ -103,8 +107,9 @@ _SAYS: Mapping[str, tuple[str, Mapping[Any, Any]]] = {
     **dict.fromkeys(_NAMES["num_expert_groups"], ("num_expert_groups", _ONE_GROUP_OR_FALSE)),
     **dict.fromkeys(_NAMES["routed_scaling_factor"], ("routed_scaling_factor", _ONE_OR_FALSE)),
 }
-"""What else models say about their routers: names of keys, with the key of our section `routing`,
-and its values by theirs. Where a row sets our key, the model must say the same.
+"""Other keys by which models describe their routers. Each has the key of our section `routing` with
+the same meaning, and our value for each value of the model. If a row of the table sets our key, the
+model must say the same.
 """
 _USUAL = {
     "renormalize": False,
@@ -112,7 +117,7 @@ _USUAL = {
     "num_expert_groups": 1,
     "routed_scaling_factor": 1.0,
 }
-"""Our keys of `_SAYS` where a row has none."""
+"""The values of our keys in `_SAYS` for a row that does not set them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,29 +127,30 @@ class _Row:
     types: str
     """Model types, with spaces between them."""
     width: str
-    """The key of F."""
+    """The key of the model for F, the width of an expert."""
     routing: Mapping[str, Any]
     """Keys of our section `routing`, with their values."""
     reads: tuple[str, ...] = ()
-    """Keys of our section `routing` whose values the model has, by `_NAMES`."""
+    """Keys of our section `routing` whose values come from the model, under the names in `_NAMES`.
+    """
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of `reads` where the model has no such key: those of its class in transformers. The
-    classes of several types differ, so that their rows have none.
+    """Values of keys in `reads` for a model that lacks them. They are the defaults of the model's
+    class in transformers. A row for several types whose classes have different defaults has none.
     """
     ignores: tuple[str, ...] = ()
     """Keys of our section `routing` that the model may have, although its code does not read
     them.
     """
     only: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of the model with the values for which the row holds; a model without such a key, or
-    with null, has them.
+    """Keys of the model, with the values that they must have for this row to apply. The row also
+    applies to a model in which such a key is missing or null.
     """
     experts: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of our section `experts`, with their values where the model has no key for them."""
+    """Keys of our section `experts`, with their values for a model that has no key for them."""
     experts_keys: Mapping[str, str] = field(default_factory=dict)
     """Keys of our section `experts`, with the keys of the model that may have their values."""
     jitters: bool = False
-    """Whether `router_jitter_noise` is that of the MoE blocks."""
+    """Whether the MoE blocks of the model use its key `router_jitter_noise`."""
 
     @property
     def model_types(self) -> tuple[str, ...]:
@@ -400,16 +406,17 @@ REFUSED = {
 
 
 def sections_of(source: Any, overrides: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Make the sections `model`, `routing` and `experts` of a Hugging Face model. Also returns the
-    beginning of messages about it.
+    """Make the sections `model`, `routing` and `experts` of our config for a Hugging Face model.
+    Also returns the words with which messages about the model begin.
 
-    Takes and raises as `EPConfig.from_hf`, but checks no values. Keys of the sections `overrides`
-    replace those of the model.
+    `source` is that of `EPConfig.from_hf`, whose errors it raises, but `EPConfig` checks the values
+    later. Keys of the sections `overrides` replace those of the model.
     """
     whole, where = _read(source)
     config = _part_with_experts(whole)
     row = _row_of(config, where)
-    # The row's values, with those that the model has for them.
+
+    # Take the values of the row, and of the model where the row says so.
     _check_says(row, config, where, _mapping(overrides.get("routing")))
     sections = _values(row, config, where, overrides)
     if row.jitters and config.get("router_jitter_noise"):
@@ -418,19 +425,20 @@ def sections_of(source: Any, overrides: Mapping[str, Any]) -> tuple[dict[str, An
     dtype = _dtype_of(whole, config)
     if dtype:
         sections["model"]["dtype"] = dtype
-    # The caller's keys go first.
+
+    # Keys of the caller replace all others.
     for section, values in overrides.items():
         if isinstance(values, Mapping | Strict):
             sections[section] = sections.get(section, {}) | _mapping(values)
         else:
-            # EPConfig refuses it, by its name.
+            # This is no section. EPConfig refuses it later, with its name.
             sections[section] = values
     return sections, where
 
 
 def _dtype_of(whole: Mapping[str, Any], part: Mapping[str, Any]) -> Any:
-    """The dtype that a model names, or None. The whole model counts before its part, a new key
-    before the old one.
+    """The dtype that a model names, or None. The dtype of the whole model counts before that of its
+    part, and the key `dtype` before the older key `torch_dtype`.
     """
     for config in (whole, part):
         for key in ("dtype", "torch_dtype"):
@@ -440,8 +448,10 @@ def _dtype_of(whole: Mapping[str, Any], part: Mapping[str, Any]) -> Any:
 
 
 def _part_with_experts(whole: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Find the part of a model whose type is known; if there is none, the innermost part."""
-    # Go inwards, to the first part of a known type.
+    """Find the part of a model that has experts: the outermost one whose type is in the table. If
+    there is none, return the innermost part.
+    """
+    # Go inwards, to the first part of a known type. `around` is the part that contains `config`.
     around = whole
     config = whole
     while not _is_type(config.get("model_type"), MODEL_TYPES):
@@ -450,14 +460,16 @@ def _part_with_experts(whole: Mapping[str, Any]) -> Mapping[str, Any]:
             break
         around = config
         config = parts[0]
-    # A part may have no type, or one of its authors' own code: then the whole says which it is.
+
+    # A part may have no type, or a type that only the code of its authors knows. Its type then
+    # follows from the type of the part around it.
     known = (*MODEL_TYPES, *REFUSED)
     if config is whole or _is_type(config.get("model_type"), known):
         return config
-    of_whole = around.get("model_type")
-    part_type = f"{of_whole}_text"
-    if isinstance(of_whole, str):
-        part_type = _PART_TYPES.get(of_whole, part_type)
+    outer_type = around.get("model_type")
+    part_type = f"{outer_type}_text"
+    if isinstance(outer_type, str):
+        part_type = _PART_TYPES.get(outer_type, part_type)
     if part_type in known:
         return {**config, "model_type": part_type}
     return config
@@ -470,8 +482,8 @@ def _is_type(model_type: object, of: Iterable[str]) -> bool:
 def _values(
     row: _Row, config: Mapping[str, Any], where: str, overrides: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Read the sections `model` and `routing`. Raises ConfigError if a key is missing, and is not
-    among the `overrides` either.
+    """Read the sections `model` and `routing`. Raises ConfigError if the model lacks a key that the
+    caller does not give in `overrides` either.
     """
     sections: dict[str, dict[str, Any]] = {"model": {}, "routing": dict(row.routing)}
     of_model = ("num_experts", "num_experts_per_tok", "hidden_size", "intermediate_size")
@@ -481,12 +493,12 @@ def _values(
     for section, ours in wanted:
         if ours in _mapping(overrides.get(section)):
             continue
-        # The width has another name in each row.
+        # Only the width of an expert is not in `_NAMES`: each row has its own name for it.
         names = _NAMES.get(ours, (row.width,))
         held = [name for name in names if name in config]
         if held:
             value = _agreed(config, held, where, f"{section}.{ours}")
-            # Null is our default: no groups, factor 1.
+            # If the model says null, our default holds, such as no groups or the factor 1.
             if value is not None:
                 sections[section][ours] = value
         elif ours in row.defaults:
@@ -501,15 +513,15 @@ def _values(
 
 
 def _agreed(config: Mapping[str, Any], names: Sequence[str], where: str, ours: str) -> Any:
-    """The one value that a model has under these names; None if it has none. Raises ConfigError if
-    names or layers differ.
+    """The value that a model has under these names, or None if all of them are null. Raises
+    ConfigError if the values of two names, or of two layers, differ.
     """
     values: dict[str, Any] = {}
     for name in names:
         value = config[name]
-        # A list has one for each layer.
+        # A list has one value for each layer.
         if isinstance(value, list) and value:
-            if any(each != value[0] for each in value):
+            if any(layer_value != value[0] for layer_value in value):
                 raise ConfigError(f"{where}`{ours}` must be one number for all layers, got {value}")
             value = value[0]
         if value is not None:
@@ -529,8 +541,8 @@ def _agreed(config: Mapping[str, Any], names: Sequence[str], where: str, ours: s
 def _check_says(
     row: _Row, config: Mapping[str, Any], where: str, overrides: Mapping[str, Any]
 ) -> None:
-    """Raise ConfigError if a key of the model contradicts the row about its router, unless our key
-    is among the `overrides`.
+    """Raise ConfigError if the model says something else about its router than the row does, unless
+    the caller gives our key in `overrides`.
     """
     for theirs, (ours, meanings) in _SAYS.items():
         value = config.get(theirs)
@@ -538,9 +550,10 @@ def _check_says(
         if value is None or is_read_or_given:
             continue
         wanted = row.routing.get(ours, _USUAL.get(ours))
-        meant = [each for word, each in meanings.items() if word == value]
+        meant = [our_value for word, our_value in meanings.items() if word == value]
         if meant != [wanted]:
-            word = next(word for word, each in meanings.items() if each == wanted)
+            # Name the value with which the model would say what the row says.
+            word = next(word for word, our_value in meanings.items() if our_value == wanted)
             raise ConfigError(
                 f"{where}a {config['model_type']} must have `{theirs}` {word!r}, got `{theirs}` "
                 f"{value!r}: give what holds, routing={{{ours!r}: …}}, or {_BY_HAND}, and give ids "
@@ -549,8 +562,8 @@ def _check_says(
 
 
 def _read(source: Any) -> tuple[dict[str, Any], str]:
-    """Read the keys of a model. Also returns the beginning of messages about it. Raises as
-    `EPConfig.from_hf`.
+    """Read the keys of a model. Also returns the words with which messages about the model begin.
+    Raises the errors that `EPConfig.from_hf` names for `source`.
     """
     if isinstance(source, str | os.PathLike):
         file = _file_of(Path(source))
@@ -563,7 +576,7 @@ def _read(source: Any) -> tuple[dict[str, Any], str]:
             "`source` must be a model or a configuration of transformers, a dict of its keys, or a "
             f"path, got {type(source).__name__}"
         )
-    # A model of transformers, or its configuration.
+    # It is a model of transformers, or its configuration.
     keys = dict(config.to_dict())
     # A model may have been cast since it was made.
     dtype = getattr(source, "dtype", None)
@@ -574,7 +587,7 @@ def _read(source: Any) -> tuple[dict[str, Any], str]:
 
 def _file_of(path: Path) -> Path:
     """The config.json of a folder, or the file itself. Raises ConfigError if it is not there."""
-    # A folder has it under one name.
+    # In a folder, the file is always called config.json.
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         what = "a folder without config.json" if path.is_dir() else "no file or folder"
@@ -585,14 +598,16 @@ def _file_of(path: Path) -> Path:
 def _experts(
     row: _Row, config: Mapping[str, Any], where: str, overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Read the section `experts`. Raises ConfigError if the section may not describe the model's
-    experts.
+    """Read the section `experts`. Raises ConfigError if the section might not describe what the
+    model's experts compute.
     """
     found = dict(row.experts)
     for ours, theirs in row.experts_keys.items():
         if theirs in config:
             found[ours] = config[theirs]
-    # Other keys may be those of dense layers only.
+
+    # The model may have more keys that could be about its experts, or only about its dense layers.
+    # Refuse it, unless the caller says what holds.
     for theirs, ours in _OF_EXPERTS.items():
         value = config.get(theirs)
         says_nothing = not value or _is_unset(value) or theirs in row.experts_keys.values()
@@ -601,7 +616,8 @@ def _experts(
                 f"{where}`{theirs}` {value!r} does not say whether it holds for the experts of a "
                 f"{config['model_type']}: give what does, experts={{{ours!r}: …}}"
             )
-    # The activation says alpha, unless the row or the caller does.
+
+    # The activation function determines alpha, unless the row or the caller does.
     acts = [config[name] for name in _ACTIVATION if config.get(name) is not None]
     act = acts[0] if acts else "silu"
     if any(other != act for other in acts):
@@ -618,16 +634,19 @@ def _experts(
 
 
 def _row_of(config: Mapping[str, Any], where: str) -> _Row:
-    """Find the row of a model. Raises ConfigError if there is none. It says what to set by hand."""
+    """Find the row of the table for a model. Raises ConfigError if there is none; the message says
+    what to set by hand.
+    """
     model_type = config.get("model_type")
     rows = [row for row in _ROWS if model_type in row.model_types]
     for row in rows:
         if _holds(row, config):
             return row
-    # The type is known, but other values of its keys.
+
+    # The type is in the table, but with other values of some keys than the model has.
     if rows:
         got = ", ".join(f"`{key}` {config[key]!r}" for key in rows[0].only if key in config)
-        # All values of the type that a row holds for.
+        # Name all values for which the table has a row of this type.
         known = " or ".join(
             ", ".join(f"`{key}` {value!r}" for key, value in row.only.items()) for row in rows
         )
@@ -649,7 +668,7 @@ def _row_of(config: Mapping[str, Any], where: str) -> _Row:
 
 
 def _holds(row: _Row, config: Mapping[str, Any]) -> bool:
-    """Whether a row is for these values of the keys of the model."""
+    """Whether a row applies to a model with these keys: see `_Row.only`."""
     for key, value in row.only.items():
         if not _is_unset(config.get(key)) and config[key] != value:
             return False
@@ -657,12 +676,12 @@ def _holds(row: _Row, config: Mapping[str, Any]) -> bool:
 
 
 def _is_unset(value: Any) -> bool:
-    """Whether a value of a model is no value: null, or a list of nulls and zeros."""
-    return value is None or isinstance(value, list) and not any(value)
+    """Whether a value of a model says nothing: null, or a list that has only nulls and zeros."""
+    return value is None or (isinstance(value, list) and not any(value))
 
 
 def _mapping(section: Any) -> dict[str, Any]:
-    """The keys that a caller has set in a section; {} if it is no section."""
+    """The keys that a caller has set in a section, as a dict. It is empty if this is no section."""
     if isinstance(section, Strict):
         return section.model_dump(exclude_unset=True)
     return dict(section) if isinstance(section, Mapping) else {}

@@ -1,4 +1,8 @@
-"""Which rank owns which expert: owners, maps, sentinels and copies, the same on every rank."""
+"""Which rank owns which expert. Every rank computes the same placement, with its maps and copies.
+
+Letters: E logical experts, P physical experts (the logical ones and their copies), R ranks, e
+experts of one rank.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,14 @@ import torch
 
 EP = "ep"
 """The dimension of a mesh over whose ranks experts are spread."""
-# Experts that a message names.
+# The number of experts that a message names at most.
 _MOST_NAMED = 20
 
 
 class Move(NamedTuple):
-    """A local expert of a rank whose weights do not lie at its index yet."""
+    """A local expert of a rank whose weights are not in their place yet: the rank must load them,
+    or reorder those that it has.
+    """
 
     local_index: int
     """Where the weights belong: the expert's index among the experts of the rank."""
@@ -72,7 +78,8 @@ class Placement:
         ):
             if not is_int(value) or value < least:
                 raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}")
-        # Lists are for the explicit strategy, which needs one of owners.
+
+        # The lists belong to the strategy 'explicit', which needs a list of owners.
         is_explicit = strategy == "explicit"
         if is_explicit != (assignment is not None):
             given = "none" if assignment is None else "one"
@@ -84,6 +91,7 @@ class Placement:
             raise ValueError(
                 f"`copied_experts` may be given with strategy 'explicit' only, got {strategy!r}"
             )
+
         # Find the owner of each expert.
         num_physical = num_experts + num_redundant_experts
         if assignment is not None:
@@ -100,6 +108,7 @@ class Placement:
                 raise ValueError(
                     f"`assignment[{p}]` must be a rank from 0 to {ep_size - 1}, got {rank!r}"
                 )
+
         # Find the logical expert of each copy.
         if copied_experts is None:
             return cls(num_experts, ep_size, owners)
@@ -116,25 +125,25 @@ class Placement:
     def _with_copies(
         cls, num_experts: int, ep_size: int, owners: tuple[int, ...], copied: tuple[int, ...]
     ) -> Self:
-        """Make the one form that equal placements have: it lists no copies that are in the usual
-        order.
+        """Make a placement with these copies. If copy i is of logical expert i mod E for all i, the
+        placement does not list the copies, so that equal placements compare equal.
         """
         are_usual = all(logical == i % num_experts for i, logical in enumerate(copied))
         return cls(num_experts, ep_size, owners, None if are_usual else copied)
 
     def without(self, ranks: Collection[int], *, spread_lost: bool = False) -> Self:
-        """Make this placement over the ranks that remain once `ranks` are gone.
+        """Make the placement over the ranks that remain when `ranks` have gone.
 
-        The remaining ranks are renumbered from 0 in their order. Every expert and copy stays on its
-        rank, so no weights travel. Where expert p < E is gone, its first remaining copy takes the
-        id p. Physical ids, and with them the order of the experts on a rank, may therefore change:
-        see `moves`.
+        The remaining ranks are renumbered from 0, in their order. Every expert and copy stays on
+        its rank, so no weights travel. If the owner of expert p < E has gone, the first remaining
+        copy of this expert takes the id p. So physical ids may change, and with them the order of
+        the experts on a rank: see `moves`.
 
         Args:
-            ranks: the ranks to leave out.
-            spread_lost: place logical experts of which no copy remains on the ranks with the fewest
-                experts. Their weights must be loaded there. Ranks that hold none so far stay
-                without, unless no other rank remains.
+            ranks: the ranks that have gone.
+            spread_lost: whether to place logical experts of which no copy remains on the ranks with
+                the fewest experts. Their weights must be loaded there. A rank that has held no
+                expert so far gets none, unless all remaining ranks are such.
 
         Returns:
             A placement of R − len(ranks) ranks. It may have fewer copies than this one.
@@ -150,7 +159,8 @@ class Placement:
                 f"`ranks` must leave at least one of {self.ep_size} ranks, got {sorted(gone)}"
             )
         renumbered = {rank: number for number, rank in enumerate(remaining)}
-        # The first copy that remains takes the id of its logical expert, the others are copies.
+
+        # The first copy that remains takes the id of its logical expert. Later ones are copies.
         owner_of: dict[int, int] = {}
         copied: list[int] = []
         copy_owners: list[int] = []
@@ -166,7 +176,8 @@ class Placement:
                 copy_owners.append(new_rank)
             else:
                 owner_of[logical] = new_rank
-        # Experts without a copy go where the fewest are, if the caller loads them there.
+
+        # Each expert without a copy goes to the rank with the fewest experts.
         lost = [logical for logical in range(self.num_experts) if logical not in owner_of]
         if lost and not spread_lost:
             names = f"{lost[:_MOST_NAMED]}"
@@ -178,9 +189,10 @@ class Placement:
             )
         holders = [renumbered[rank] for rank in remaining if rank in self.owners]
         for logical in lost:
-            idlest = min(holders or range(len(remaining)), key=num_held.__getitem__)
-            owner_of[logical] = idlest
-            num_held[idlest] += 1
+            candidates = holders or range(len(remaining))
+            emptiest = min(candidates, key=num_held.__getitem__)
+            owner_of[logical] = emptiest
+            num_held[emptiest] += 1
         first_owners = [owner_of[logical] for logical in range(self.num_experts)]
         owners = (*first_owners, *copy_owners)
         return self._with_copies(self.num_experts, len(remaining), owners, tuple(copied))
@@ -188,16 +200,15 @@ class Placement:
     def moves(
         self, new: Placement, ranks: Sequence[int | None] | None = None
     ) -> list[tuple[Move, ...]]:
-        """Say which weights each rank of `new` must load or reorder, if this placement has held so
-        far.
+        """Find the weights that each rank must load or reorder when `new` replaces this placement.
 
         Args:
-            new: the placement to come, of the same E.
+            new: the new placement, of the same number of logical experts.
             ranks: for each rank of `new`, its number in this placement, or None for a rank that
                 holds no weights yet. By default ranks keep their numbers.
 
         Returns:
-            For each rank of `new`, its local experts whose weights do not lie at their index yet.
+            For each rank of `new`, its local experts whose weights are not in their place yet.
 
         Raises:
             ValueError: the placements have different E, or `ranks` does not fit them.
@@ -207,7 +218,7 @@ class Placement:
                 f"`new` must place {self.num_experts} logical experts, got {new.num_experts}"
             )
         if ranks is None:
-            # Ranks behind the last one here are new.
+            # Ranks with higher numbers than those of this placement are new.
             known = range(self.ep_size)
             ranks = [rank if rank in known else None for rank in range(new.ep_size)]
         if len(ranks) != new.ep_size:
@@ -228,43 +239,47 @@ class Placement:
 
     @cached_property
     def local_index(self) -> tuple[int, ...]:
-        """[P] the index of each physical expert among the experts of its owner, in ascending order
-        of physical id.
+        """[P], the index of each physical expert among the experts of its owner, which are in
+        ascending order of their physical ids.
         """
-        seen = [0] * self.ep_size
-        index = []
+        num_seen = [0] * self.ep_size
+        indices = []
         for rank in self.owners:
-            index.append(seen[rank])
-            seen[rank] += 1
-        return tuple(index)
+            indices.append(num_seen[rank])
+            num_seen[rank] += 1
+        return tuple(indices)
 
     def owner(self, physical: int) -> int:
         """The rank that owns a physical expert."""
         return self.owners[_in_range("physical", physical, self.num_physical_experts)]
 
     def local_experts(self, rank: int) -> list[int]:
-        """Physical ids that a rank owns, ascending: entry i is its local expert i."""
+        """The physical experts that a rank owns, in ascending order. Entry i is local expert i of
+        the rank.
+        """
         _in_range("rank", rank, self.ep_size)
         return [p for p, owner in enumerate(self.owners) if owner == rank]
 
     def logical_experts(self, rank: int) -> list[int]:
-        """The logical experts of `local_experts`: entry i is the expert of a model whose weights
-        are local expert i.
+        """The logical experts that a rank holds. Entry i is the expert of the model whose weights
+        local expert i has.
 
-        It is the index into what a checkpoint has for all experts:
-        `w[placement.logical_experts(rank)]` of w [E, …]. An expert and its copy on the same rank
-        are two entries.
+        The list is an index into a tensor of a checkpoint that has a row for each expert: for
+        w [E, …], this rank needs `w[placement.logical_experts(rank)]`. An expert and its copy on
+        the same rank are two entries.
         """
         return [self.logical(p) for p in self.local_experts(rank)]
 
     def num_local_experts(self, rank: int) -> int:
-        """e: experts that a rank owns. It may be 0, for instance where there are fewer experts than
-        ranks.
+        """e, the number of experts that a rank owns. It may be 0, for instance if there are fewer
+        experts than ranks.
         """
         return self.owners.count(_in_range("rank", rank, self.ep_size))
 
     def expert_map(self, rank: int) -> torch.Tensor:
-        """int32 [P], physical id → local index, −1 where another rank owns it."""
+        """int32 [P], the local index of each physical expert on this rank, or −1 if another rank
+        owns the expert.
+        """
         _in_range("rank", rank, self.ep_size)
         local_P = [-1] * self.num_physical_experts
         for index, p in enumerate(self.local_experts(rank)):
@@ -272,12 +287,11 @@ class Placement:
         return torch.tensor(local_P, dtype=torch.int32)
 
     def of_node(self, node: int, ranks_per_node: int) -> Placement:
-        """Make the placement of one node's experts on its own ranks, numbered in ascending order of
-        physical id, without copies.
+        """Make the placement of the experts of one node on the ranks of this node.
 
-        Ranks are node-major: rank r is local rank r mod G of node r // G, for G = `ranks_per_node`.
-
-        Raises ValueError if the node owns no expert.
+        The exchange inside the node numbers experts by itself: in ascending order of their physical
+        ids, with copies as experts of their own. With G = `ranks_per_node`, rank r of the group is
+        rank r mod G of node r // G. Raises ValueError if the node owns no expert.
         """
         _in_range("node", node, self.ep_size // ranks_per_node)
         owners = tuple(
@@ -291,8 +305,8 @@ class Placement:
         return Placement(len(owners), ranks_per_node, owners)
 
     def node_ids(self, ranks_per_node: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The node of each physical expert, and its number among the experts of that node, int32
-        [P] each.
+        """The node of each physical expert, and the number of the expert among the experts of this
+        node. Both are int32 [P].
         """
         # Experts of a node are numbered in the order of their physical ids.
         nodes = torch.tensor(self.owners, dtype=torch.int32) // ranks_per_node
@@ -302,8 +316,8 @@ class Placement:
         return nodes, local
 
     def sentinel(self, rank: int) -> int:
-        """The id in unused slots: a foreign expert, which `expert_map` maps to −1, or P where no
-        expert is foreign.
+        """The id that stands in unused slots on a rank: the first expert of another rank, which
+        `expert_map` maps to −1. If this rank owns all experts, it is P, the number of experts.
         """
         _in_range("rank", rank, self.ep_size)
         for p, owner in enumerate(self.owners):
@@ -312,38 +326,39 @@ class Placement:
         return self.num_physical_experts
 
     def logical(self, physical: int) -> int:
-        """The logical expert of a physical expert: itself below E, otherwise the expert that it
-        copies.
+        """The logical expert of a physical expert. A physical expert below E is this logical expert
+        itself, and any other one is a copy.
 
-        Routers, ids and checkpoints number logical experts; owners, maps and rows on the wire
-        number physical ones.
+        Routers, ids and checkpoints use numbers of logical experts. Owners, maps and rows on the
+        wire use numbers of physical experts.
         """
-        # Behind the logical experts come the copies.
+        # The first E physical experts are no copies, so this is negative for them.
         copy = _in_range("physical", physical, self.num_physical_experts) - self.num_experts
         if copy < 0 or self.copied_experts is None:
             return physical % self.num_experts
         return self.copied_experts[copy]
 
     def copies(self, logical: int) -> tuple[int, ...]:
-        """Physical ids of a logical expert: its own id first, then its copies, all with the same
-        weights.
+        """The physical experts with the weights of a logical expert: the expert itself, then its
+        copies.
         """
         return self._copies[_in_range("logical", logical, self.num_experts)]
 
     def copies_table(self) -> torch.Tensor:
-        """int32 [E, C]: `copies` of every expert, padded with −1 to C, the largest number of
-        copies.
+        """int32 [E, C], where row i is `copies(i)`, padded with −1 to the length C of the longest
+        row.
         """
-        most = max(map(len, self._copies))
-        rows = [copies + (-1,) * (most - len(copies)) for copies in self._copies]
+        width = max(map(len, self._copies))
+        rows = [copies + (-1,) * (width - len(copies)) for copies in self._copies]
         return torch.tensor(rows, dtype=torch.int32)
 
     def num_copies(self) -> torch.Tensor:
-        """int32 [E]: physical experts of each logical expert, at least 1."""
+        """int32 [E], the number of physical experts of each logical expert, which is at least 1."""
         return torch.tensor([len(copies) for copies in self._copies], dtype=torch.int32)
 
     @cached_property
     def _copies(self) -> tuple[tuple[int, ...], ...]:
+        """[E], `copies` of each logical expert."""
         copies: list[list[int]] = [[] for _ in range(self.num_experts)]
         for p in range(self.num_physical_experts):
             copies[self.logical(p)].append(p)
@@ -351,8 +366,8 @@ class Placement:
 
 
 def _owners(strategy: str, num_physical: int, ep_size: int) -> tuple[int, ...]:
-    """The owner of each physical expert, [P], by a strategy that lists none. Raises ValueError for
-    another one.
+    """The owner of each physical expert, [P], by a strategy that computes the owners. Raises
+    ValueError for an unknown strategy.
     """
     if strategy == "round_robin":
         return tuple(p % ep_size for p in range(num_physical))
@@ -360,7 +375,7 @@ def _owners(strategy: str, num_physical: int, ep_size: int) -> tuple[int, ...]:
         raise ValueError(
             f"`strategy` must be 'linear', 'round_robin' or 'explicit', got {strategy!r}"
         )
-    # The first ranks own one expert more.
+    # If P is no multiple of R, the first P mod R ranks own one expert more.
     block, num_longer = divmod(num_physical, ep_size)
     owners = list[int]()
     for rank in range(ep_size):
@@ -370,20 +385,22 @@ def _owners(strategy: str, num_physical: int, ep_size: int) -> tuple[int, ...]:
 
 
 def _moves_of_rank(held: list[int], wanted: list[int]) -> Iterator[Move]:
-    """The moves of one rank: experts that it is to hold, and that do not lie at their index yet."""
+    """The moves of one rank, which has held the logical experts `held` and is to hold `wanted`."""
     for index, logical in enumerate(wanted):
         stays = index < len(held) and held[index] == logical
         if stays:
             continue
         source = held.index(logical) if logical in held else None
-        yield Move(index, logical, source)
+        yield Move(local_index=index, logical=logical, source=source)
 
 
 def is_int(value: object) -> TypeGuard[int]:
+    """Whether a value is an int. To Python a bool is one, too, but not here."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _in_range(name: str, value: int, end: int) -> int:
+    """Return `value`, or raise ValueError unless it is an int from 0 to `end` − 1."""
     if not is_int(value) or not 0 <= value < end:
         raise ValueError(f"`{name}` must be an integer from 0 to {end - 1}, got {value!r}")
     return value

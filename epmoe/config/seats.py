@@ -1,5 +1,5 @@
-"""Seats: the places of a group, of which `topology.max_ranks` says how many there are, and the
-ranks that sit there.
+"""Seats: the places of a group for ranks. There are `topology.max_ranks` of them, some of which may
+be empty, so that ranks can leave and come while memory and CUDA graphs stay as they are.
 """
 
 from __future__ import annotations
@@ -13,36 +13,40 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class Seats:
-    """`count` seats, and the seat of each rank of the group [R].
+    """The seats of a group of R ranks, and who sits where.
 
     A rank keeps its seat in all groups of its `ExpertParallel`. Windows, slabs and words between
-    ranks are numbered by seat; ranks, which have no gaps between their numbers, are what callers
-    see.
+    ranks are numbered by seat. Callers see ranks, which are numbered without gaps.
     """
 
     count: int
+    """the number of seats, empty ones included"""
     of_ranks: tuple[int, ...]
+    """[R], the seat of each rank"""
 
     @classmethod
     def full(cls, ranks: int) -> Self:
-        """A rank in every seat."""
-        return cls(ranks, tuple(range(ranks)))
+        """Make as many seats as ranks, with rank i in seat i."""
+        return cls(count=ranks, of_ranks=tuple(range(ranks)))
 
     @classmethod
     def keep(cls, count: int, former: Sequence[tuple[int, int]]) -> Self:
-        """Let each rank keep its seat. Ranks without one take the lowest empty seats.
+        """Seat the ranks of a new group. Each rank keeps its former seat; ranks without one take
+        the lowest empty seats.
 
-        `former` [R] has for each rank how many groups it has been in, and its seat; −1: none. Where
-        two ranks name one seat, the rank of the later group keeps it: the ranks of that group had
-        given up the other.
+        `former` [R] has for each rank the number of groups in which it has been, and its seat in
+        the last of them, or −1 for a rank that had none. Two ranks may name the same seat, if one
+        of them was given up and the other took its seat. The rank that has been in more groups then
+        keeps the seat, since it belongs to the group that gave the other up.
         """
-        # The rank in each seat. The rank of the later group comes last, and takes the seat.
+        # Find the rank that keeps each seat. Ranks of later groups come last in this order, and so
+        # replace ranks of earlier groups.
         kept: dict[int, int] = {}
         for rank in sorted(range(len(former)), key=lambda rank: former[rank][0]):
             seat = former[rank][1]
             if 0 <= seat < count:
                 kept[seat] = rank
-        # All others sit in the lowest empty seats.
+        # Give all other ranks the lowest empty seats.
         empty = iter(sorted(set(range(count)).difference(kept)))
         seats = {rank: seat for seat, rank in kept.items()}
         for rank in range(len(former)):
@@ -56,19 +60,21 @@ class Seats:
         return sorted(set(range(self.count)).difference(self.of_ranks))
 
     def rank_in(self, seat: int) -> int:
-        """The rank in a seat; of an empty one, which a word of a peer may name, the
-        number itself.
+        """The rank in a seat. A message of another rank may name an empty seat; its own number is
+        returned then, so that errors can name something.
         """
         return self.of_ranks.index(seat) if seat in self.of_ranks else seat
 
     def ranks_in(self, mask: int) -> list[int]:
-        """The ranks in the seats of a mask."""
+        """The ranks in the seats whose bits are set in `mask`."""
         return [rank for rank, seat in enumerate(self.of_ranks) if mask >> seat & 1]
 
     def mask_of_ranks(self, mask: int) -> int:
-        """The ranks in the seats of a mask, as a mask."""
+        """Turn a mask of seats into a mask of the ranks in these seats."""
         return sum(1 << rank for rank in self.ranks_in(mask))
 
     def by_rank(self, values: Sequence[_Value]) -> list[_Value]:
-        """[R], of values by seat; none of none."""
+        """Reorder values from seats to ranks: [R], the value of each rank's seat. Without values it
+        returns an empty list.
+        """
         return [values[seat] for seat in self.of_ranks] if values else []

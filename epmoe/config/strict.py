@@ -1,4 +1,4 @@
-"""The base of every model whose values users write."""
+"""The base class of all pydantic models whose values users write in files."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from epmoe.native.arguments import FP32
 
 
 def _in_fp32(value: float) -> float:
+    """Return the value, or raise the error of pydantic if fp32 cannot hold it."""
     if value and not FP32.tiny <= abs(value) <= FP32.max:
         raise PydanticCustomError(
             "fp32",
@@ -20,7 +21,9 @@ def _in_fp32(value: float) -> float:
 
 
 Float32 = Annotated[float, AfterValidator(_in_fp32)]
-"""A number that kernels take in fp32, where others would become infinite or 0."""
+"""A number that kernels take in fp32. A larger number would become infinite there, and a smaller
+one 0.
+"""
 
 
 class Strict(BaseModel):

@@ -1,7 +1,9 @@
-"""The configuration of one expert-parallel group: strict, frozen, and its own documentation (`epmoe
-schema`).
+"""The configuration of one expert-parallel group. It refuses unknown keys and wrong types, and does
+not change once it is made. `epmoe schema` prints the docstrings of its keys.
 
-Letters as in the package docstring: T, M, D, K, E, P, e, R, N.
+Letters: T tokens of a rank in a round, M the most tokens of a rank, D elements of a token, K
+experts of a token, E logical experts, P physical experts (with copies), e experts of a rank, R
+ranks, N rows of a rank's experts.
 """
 
 from __future__ import annotations
@@ -30,26 +32,28 @@ from epmoe.native.formats import LINE_BYTES, WIRE_FORMATS, PayloadName
 __all__ = ["ConfigError", "EPConfig"]
 
 ROW_BLOCKS = (64, 128)
-"""In rows: segments of aligned rounds start at multiples of one of them, for GEMMs over blocks of
-rows. The larger one is faster where experts have many rows.
+"""Two numbers of rows. In aligned rounds, the rows of each expert start at a multiple of one of the
+two, as GEMMs over blocks of rows need it. The larger block is faster if experts have many rows.
 """
 
 _INT32_MAX = 2**31 - 1
-# Elements of a row.
+# The most elements of a row.
 _MOST_ELEMENTS = 65536
-# Ranks of a node: a set of them is one 64-bit mask.
+# The most ranks of a node. A set of ranks must fit into a 64-bit mask.
 _MOST_ON_NODE = 64
-# A slot is numbered in 16 bits.
+# The most slots of a group. The number of a slot has 16 bits.
 _LIVE_SLOTS = 2**16
-# Errors of a message: one screen.
+# The most errors that one message lists, so that it fits on a screen.
 _MOST_ERRORS = 12
 
 
 class _Rule(NamedTuple):
-    """What the value of a key must be, given those of others."""
+    """A rule for the value of one key that depends on the values of others. If it does not hold,
+    the message is "`key` must be `must_be`, got `got`".
+    """
 
     key: str
-    """with dots"""
+    """the section and the key, with a dot between them"""
     holds: bool
     must_be: str
     got: object
@@ -176,17 +180,17 @@ class TopologyConfig(Strict):
 
     @property
     def seats(self) -> int:
-        """Places of the group. Some may be empty."""
+        """The number of places for ranks in the group. Some may be empty."""
         return self.max_ranks or self.ep_size
 
     @property
     def ranks_here(self) -> int:
-        """Ranks of one node: R if that is the only node."""
+        """The number of ranks on one node. It is R if there is only one node."""
         return min(self.ranks_per_node or self.ep_size, self.ep_size)
 
     @property
     def num_nodes(self) -> int:
-        """Nodes: R over the ranks of one."""
+        """The number of nodes."""
         return self.ep_size // self.ranks_here
 
 
@@ -297,7 +301,7 @@ class ExchangeConfig(Strict):
 
     @property
     def quantizes(self) -> bool:
-        """Whether rows travel in a format with scales, out or back."""
+        """Whether rows travel in a format with scales, to the experts or back from them."""
         return any(WIRE_FORMATS[name].scale for name in (self.payload, self.combine_payload))
 
 
@@ -323,7 +327,8 @@ class EPConfig(Strict):
         except ValidationError as error:
             lines = []
             for item in error.errors()[:_MOST_ERRORS]:
-                # A hint names a key of the same section, or a section.
+                # For an unknown key the message suggests one of the same section; for an unknown
+                # section, another section.
                 is_in_section = len(item["loc"]) > 1
                 known = _KEYS.get(str(item["loc"][0]), ()) if is_in_section else tuple(_KEYS)
                 lines.append(explain(item, known))
@@ -334,15 +339,17 @@ class EPConfig(Strict):
 
     @property
     def num_physical_experts(self) -> int:
-        """P: the logical experts and their copies, or with `placement.live` all slots."""
+        """P, the number of logical experts and their copies. With `placement.live` it is the number
+        of all slots.
+        """
         if self.placement.live:
             return self.topology.ep_size * (self.placement.slots_per_rank or 0)
         return self.model.num_experts + self.placement.num_redundant_experts
 
     @property
     def seated(self) -> Self:
-        """This configuration with a rank in every seat: that of the memory plan, which counts
-        seats.
+        """The same configuration for a group with a rank in every seat. Memory is planned by it,
+        since empty seats need memory, too.
         """
         if self.topology.seats == self.topology.ep_size:
             return self
@@ -352,8 +359,8 @@ class EPConfig(Strict):
 
     @property
     def alignment(self) -> int:
-        """The number of rows of which segments start at multiples, in rounds with `dispatch(…,
-        aligned=True)`.
+        """The alignment in rows: in rounds with `dispatch(…, aligned=True)`, the segment of each
+        expert starts at a multiple of it.
         """
         if self.capacity.alignment is not None:
             return self.capacity.alignment
@@ -365,15 +372,16 @@ class EPConfig(Strict):
         return large if fills_large else small
 
     def tokens_that_fill(self, rows: int) -> int:
-        """T of each rank from which on an expert gets as many rows on average."""
+        """How many tokens each rank must bring so that an expert gets `rows` rows on average."""
         pairs = rows * self.num_physical_experts
         pairs_of_a_token_per_rank = self.topology.ep_size * self.model.num_experts_per_tok
+        # This is a division that rounds up.
         return -(-pairs // pairs_of_a_token_per_rank)
 
     @property
     def small_alignment(self) -> int:
-        """The same on GPUs of one node, on a rank that brings too few tokens to fill blocks of
-        `alignment` rows.
+        """The alignment that a rank takes in place of `alignment` if its tokens are too few to fill
+        blocks of that many rows. Only kernels on the GPUs of one node do so.
         """
         if self.capacity.alignment is not None:
             return self.alignment
@@ -381,27 +389,28 @@ class EPConfig(Strict):
 
     @property
     def rows_per_node(self) -> int:
-        """S: rows that a rank may send to one node in one round."""
+        """S, the number of rows that a rank may send to one node in one round."""
         return self.capacity.max_rows_per_node or self.capacity.max_num_tokens_per_rank
 
     def of_node(self) -> Self:
-        """Make the configuration of the exchange within one node. Its ranks bring the rows that the
-        slabs of all nodes hold.
+        """Make the configuration of the exchange within one node, which a group over several nodes
+        has besides the exchange between the nodes.
 
-        Its waits are a little longer than those for the network: the rank that waits for the
-        network then reports first which rank is missing. Overflow and aborts are counted only,
-        since the sources of the rows raise them. `Placement.of_node` gives its placement.
+        A rank brings to it the rows that it has got from the ranks of all nodes. Its waits are a
+        little longer than the waits for the network, so that the rank that waits for the network
+        reports first which rank is missing. It only counts overflows and aborts, since the ranks
+        from which the rows come raise them. `Placement.of_node` gives its placement.
         """
         topology = self.topology
         exchange = self.exchange
-        # Room for the rows of all slabs. Their sources raise an overflow.
+        # Make room for the rows from all nodes. The ranks from which they come raise an overflow.
         capacity = self.capacity.model_copy(
             update={
                 "max_num_tokens_per_rank": topology.num_nodes * self.rows_per_node,
                 "on_overflow": "drop",
             }
         )
-        # Its waits end after those for the network.
+        # Let its waits end after those for the network.
         inside_node = exchange.model_copy(
             update={
                 "timeout_s": exchange.timeout_s + INSIDE_NODE_S,
@@ -430,12 +439,12 @@ class EPConfig(Strict):
         )
 
     def with_placement(self, placement: Placement) -> Self:
-        """Make the configuration for the ranks, owners and copies of `placement`, as a resumed
-        group has it.
+        """Make the configuration for the ranks, owners and copies of `placement`. A group that
+        resumes on other ranks needs it.
 
-        Raises ConfigError if it does not fit the other sections, as with more ranks than
-        `topology.ranks_per_node`; and with `placement.live` if it is not the one with which such a
-        group begins.
+        Raises ConfigError if the placement does not fit the other sections, for instance if it has
+        more ranks than `topology.ranks_per_node` allows. With `placement.live` it also raises
+        ConfigError if the placement is not the one with which a group of this size begins.
         """
         if self.placement.live:
             config = self.of_size(placement.ep_size)
@@ -445,7 +454,7 @@ class EPConfig(Strict):
                     "then move"
                 )
             return config
-        # List owners and copies: whatever strategy made them, these hold from now on.
+        # List all owners and copies, since no strategy may compute them from the new ranks.
         explicit = {
             "strategy": "explicit",
             "assignment": list(placement.owners),
@@ -457,20 +466,20 @@ class EPConfig(Strict):
         return type(self)(**sections)
 
     def of_size(self, ep_size: int) -> Self:
-        """Make the configuration with `placement.live` for a group of another size. Ranks keep
-        their slots.
+        """Make the configuration for a group of another size, if experts move (`placement.live`).
+        Ranks keep their number of slots.
 
-        Ranks get more slots where all experts would not fit otherwise, and the group more seats
-        where it has too few. Raises ConfigError as `with_placement`.
+        If the experts would not fit, each rank gets more slots. If the group has too few seats for
+        its ranks, it gets more. Raises ConfigError if the size does not fit the other sections.
         """
         sections = self.model_dump()
         placement = sections["placement"]
-        # One node, whose seats are unset, or enough for the ranks.
+        # Such a group is on one node. If its number of seats is set, it must be enough.
         seats = self.topology.max_ranks
         if seats is not None:
             seats = max(seats, ep_size)
         sections["topology"] = {"ep_size": ep_size, "max_ranks": seats}
-        # Ranks bring their own slots, so a file of slots counts no more.
+        # The ranks say what their slots hold, so a file with the first contents is of no use now.
         least = -(-self.model.num_experts // ep_size)
         placement["slots"] = None
         placement["slots_per_rank"] = max(placement["slots_per_rank"] or 0, least)
@@ -537,7 +546,7 @@ class EPConfig(Strict):
         overrides = environment_overrides(os.environ, _KEYS)
         for override in overrides.values():
             keys = sections.setdefault(override.section, {})
-            # Checks refuse what is no section.
+            # If this is no section, the checks of the config refuse it below.
             if isinstance(keys, dict):
                 keys[override.key] = override.value
         try:
@@ -555,11 +564,12 @@ class EPConfig(Strict):
         return self
 
     def _rules(self) -> Iterator[_Rule]:
-        """All rules that involve more than one key."""
+        """Yield all rules that involve more than one key, held or not."""
         yield from self._model_rules()
         yield from self._live_rules()
         yield from self._placement_rules()
-        # Tokens take the copies of an expert in turn, so that its batch differs.
+        # Which copy of an expert gets a token depends on the token's place in the batch. So the
+        # rows that are computed together would depend on the batch, too.
         has_copies = self.placement.live or self.placement.num_redundant_experts > 0
         invariant = self.experts.batch_invariant
         yield _Rule(
@@ -576,7 +586,7 @@ class EPConfig(Strict):
         ranks = self.topology.ep_size
         seats = self.topology.max_ranks
         experts = self.model.num_experts
-        # Without `live`, its keys would have no effect.
+        # Without `live`, these keys would have no effect, so they must be unset.
         if not section.live:
             yield _Rule(
                 key="topology.max_ranks",
@@ -594,7 +604,7 @@ class EPConfig(Strict):
                     got=value,
                 )
             return
-        # With it, a plain placement on one node is where experts begin.
+        # With `live`, experts begin in a plain placement on one node, and then move.
         yield _Rule(
             key="placement.strategy",
             holds=section.strategy == "linear",
@@ -614,7 +624,7 @@ class EPConfig(Strict):
             must_be="all ranks with `placement.live`",
             got="fewer",
         )
-        # The slots hold all experts, and their numbers fit into 16 bits.
+        # All slots together must hold all experts, and their numbers must fit into 16 bits.
         slots = section.slots_per_rank
         least = -(-experts // ranks)
         most_seats = min(_LIVE_SLOTS // least, _MOST_ON_NODE)
@@ -657,7 +667,7 @@ class EPConfig(Strict):
             ),
             got=model.hidden_size,
         )
-        # A token finds K experts in the groups that it chooses.
+        # The groups that a token chooses must have at least K experts.
         groups = routing.num_expert_groups
         chosen = routing.top_groups
         size = experts // groups
@@ -699,7 +709,8 @@ class EPConfig(Strict):
             must_be=f"at most {_MOST_ON_NODE} on one node",
             got=node,
         )
-        # The other rules of the section are those of `Placement`.
+        # `Placement` checks the other keys of the section. Its messages name the key alone, so the
+        # section is added.
         try:
             owners = self.place_experts().owners
         except ValueError as error:
@@ -717,16 +728,17 @@ class EPConfig(Strict):
         model = self.model
         exchange = self.exchange
         tokens = self.capacity.max_num_tokens_per_rank
-        # A row, with what it brings, has a format for the wire.
+        # Rows must fit the formats in which they travel.
         payload = WIRE_FORMATS[exchange.payload]
         combine = WIRE_FORMATS[exchange.combine_payload]
-        several = self.topology.num_nodes > 1
-        for key, wire, longer in (
-            ("payload", payload, not several),
+        one_node = self.topology.num_nodes == 1
+        for key, wire, is_padded in (
+            ("payload", payload, one_node),
             ("combine_payload", combine, False),
         ):
-            # Rows go out with zeros behind them, over one node, and return as they are.
-            step = LINE_BYTES if longer else wire.block
+            # Rows to experts on the same node are padded with zeros to whole blocks, so that only
+            # the size of a line counts. Other rows travel as they are.
+            step = LINE_BYTES if is_padded else wire.block
             yield _Rule(
                 key=f"exchange.{key}",
                 holds=not wire.block or model.hidden_size % step == 0,
@@ -735,7 +747,9 @@ class EPConfig(Strict):
                 ),
                 got=wire.name,
             )
-        # An extra takes most elements beside elements of two bytes, of any dtype.
+        # The extra of a token lies behind its row, and counts in elements of the row. The check
+        # takes fp16 for all models, since the extra takes the most elements if these have two
+        # bytes.
         extra = self.capacity.extra_bytes
         width = WIRE_FORMATS[exchange.payload].width(model.hidden_size, extra, torch.float16)
         yield _Rule(
@@ -753,7 +767,7 @@ class EPConfig(Strict):
             must_be=f"at least `exchange.timeout_s` = {later}",
             got=first,
         )
-        # Ranks of one node have a lobby in host memory.
+        # Idle ranks wait in the host memory that the ranks of one node share.
         nodes = self.topology.num_nodes
         yield _Rule(
             key="exchange.idle",

@@ -317,7 +317,7 @@ class Placement:
 
     def sentinel(self, rank: int) -> int:
         """The id that stands in unused slots on a rank: the first expert of another rank, which
-        `expert_map` maps to −1. If this rank owns all experts, it is P, the number of experts.
+        `expert_map` maps to −1. If this rank owns all experts, it is P.
         """
         _in_range("rank", rank, self.ep_size)
         for p, owner in enumerate(self.owners):

@@ -1,5 +1,5 @@
-"""The command line, `epmoe` or `python -m epmoe`: one file per command. It needs the
-`cli` extra.
+"""The command line, `epmoe` or `python -m epmoe`, with one file for each command. It needs the
+extra `cli`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from epmoe.native.package import __version__, explain
 
 
 def _without_types_of_flags(parameters: list[Any]) -> list[Any]:
-    """The same, but flags take no value, so that the help shows none."""
+    """Return the parameters of a command, without the type of flags: flags take no value, so the
+    help must not show one.
+    """
     for parameter in parameters:
         if getattr(parameter, "is_flag", False):
             parameter.metavar = ""
@@ -45,28 +47,30 @@ class _Commands(TyperGroup):
         return _without_types_of_flags(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Keep what was typed, for the ranks that a command starts. Under torchrun only rank 0
-        prints the usage.
+        """Keep the arguments as they were typed: a command that starts ranks gives them the same
+        arguments.
         """
         ctx.meta["epmoe.arguments"] = list(args)
         return super().parse_args(ctx, args)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the command line; of several ranks with the same mistake, only rank 0 prints it."""
+        """Run the command line. If several ranks fail with the same mistake of the user, only rank
+        0 prints it.
+        """
         if not launched_rank():
             return super().main(*args, **kwargs)
         try:
             raise SystemExit(super().main(*args, **kwargs | {"standalone_mode": False}))
         except Exception as error:
-            # click refuses what was typed.
+            # An error with an exit code is click's, which refuses what was typed.
             code = getattr(error, "exit_code", None)
             if code:
                 raise SystemExit(code) from None
             raise
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command. A user's mistake is one message and exit code 2; a failed exchange is exit
-        code 1.
+        """Run a command, and turn its exceptions into one message and an exit code: 2 for mistakes
+        of the user, 1 for failures of the exchange and of the system.
         """
         try:
             return super().invoke(ctx)
@@ -85,7 +89,7 @@ class _Commands(TyperGroup):
                 because_of=named_ranks(error),
             ) from None
         except OSError as error:
-            # Typer ends quietly where the reader of the output has gone.
+            # A broken pipe means that nobody reads the output any more. Typer then ends quietly.
             if error.errno == errno.EPIPE:
                 raise
             what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
@@ -97,7 +101,8 @@ class _Commands(TyperGroup):
         except (typer.Exit, typer.Abort):
             raise
         except Exception as error:
-            # A bug, whose traceback helps, or click refuses what was typed.
+            # click handles its own errors. Any other error is a bug, and its traceback helps. Only
+            # a rank that `epmoe` has started leaves a message instead.
             if message_file() is None or hasattr(error, "exit_code"):
                 raise
             text = f"{type(error).__name__}: {error}"[:1000]
@@ -107,8 +112,9 @@ class _Commands(TyperGroup):
 app = typer.Typer(cls=_Commands, name="epmoe", no_args_is_help=True, pretty_exceptions_enable=False)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_wanted: bool) -> None:
+    """Print the version and exit, if the user has typed `--version`."""
+    if is_wanted:
         typer.echo(f"epmoe {__version__}")
         raise typer.Exit
 

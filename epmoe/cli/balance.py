@@ -1,5 +1,5 @@
-"""`epmoe balance CONFIG --loads FILE`: which experts would move, and the loads of ranks before and
-after.
+"""`epmoe balance CONFIG --loads FILE`: shows how many experts would move in each layer, and how
+evenly the ranks are loaded before and after.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def balance(
         )
     except ValueError as error:
         raise UserError(str(error)) from None
-    # A line for each layer, then what it costs.
+    # Print a line for each layer, then the cost of the moves.
     num_moves = Counter(move.layer for move in plan.moves)
     balances = zip(plan.balance_before, plan.balance_after, strict=True)
     table = plain_table(("layer", "before", "after", "moves"))
@@ -86,30 +86,30 @@ def balance(
 
 
 def _read(path: Path, num_experts: int) -> Tensor:
-    """Read loads [L, E] from a file."""
+    """Read the loads of E experts in L layers, [L, E], from a file. Raises UserError."""
     suffix = path.suffix.lower()
     if suffix not in _SUFFIXES:
         raise UserError(
             f"`--loads` must end in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}, got {path}"
         )
     try:
-        # Each format has a reader, and errors of its own.
+        # Each format has a reader of its own.
         if suffix == ".json":
-            found = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(path.read_text(encoding="utf-8"))
         elif suffix == ".pt":
-            found = torch.load(path, map_location="cpu", weights_only=True)
+            values = torch.load(path, map_location="cpu", weights_only=True)
         else:
             import numpy
 
-            found = numpy.load(path, allow_pickle=False)
-        loads = torch.as_tensor(found, dtype=torch.float64)
+            values = numpy.load(path, allow_pickle=False)
+        loads = torch.as_tensor(values, dtype=torch.float64)
     except OSError as error:
         raise UserError(f"`--loads` cannot be read: {path}: {error.strerror}") from None
-    except Exception as error:  # each format has errors of its own
+    except Exception as error:  # each reader raises errors of its own
         raise UserError(
             f"`--loads` must be numbers [layers, {num_experts}]: {path}: {error}"
         ) from None
-    # A row for each layer; one layer may come without the first dimension.
+    # There must be a row for each layer. A single layer may come without the first dimension.
     if loads.dim() not in (1, 2) or not loads.numel() or loads.shape[-1] != num_experts:
         raise UserError(
             f"`--loads` must be numbers [layers, {num_experts}], got {list(loads.shape)} in {path}"
@@ -118,18 +118,22 @@ def _read(path: Path, num_experts: int) -> Tensor:
 
 
 def _slots(config: EPConfig, layers: int) -> Tensor:
-    """[layers, P] of the configuration's placement; ranks with fewer experts have empty slots."""
+    """List the expert in each slot of all ranks: [layers, P], as the configuration places them.
+    Ranks with fewer experts than others have empty slots.
+    """
     if config.placement.slots is not None:
         return torch.tensor(read_slots(config), dtype=torch.int32)
     placement = config.place_experts()
-    held = [placement.logical_experts(rank) for rank in range(config.topology.ep_size)]
-    most = max(map(len, held))
-    slots = [experts + [EMPTY] * (most - len(experts)) for experts in held]
+    experts_by_rank = [placement.logical_experts(rank) for rank in range(config.topology.ep_size)]
+    slots_per_rank = max(map(len, experts_by_rank))
+    slots = []
+    for experts in experts_by_rank:
+        slots.append(experts + [EMPTY] * (slots_per_rank - len(experts)))
     return torch.tensor(slots, dtype=torch.int32).flatten().expand(layers, -1)
 
 
 def _volume(config: EPConfig, moves: int) -> str:
-    """What to say of the bytes of moves."""
+    """Say how many bytes one move carries, and all moves together, as the end of a sentence."""
     model = config.model
     if model.intermediate_size is None:
         return " (`model.intermediate_size` would tell their bytes)"

@@ -1,4 +1,6 @@
-"""`epmoe doctor [CONFIG]`: whether this machine can build and run epmoe, and if not, what to do."""
+"""`epmoe doctor [CONFIG]`: checks whether this machine can build and run epmoe, and says what to do
+if it cannot.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,17 @@ from epmoe.native.arguments import FP8
 from epmoe.native.package import EXTRAS
 
 OLDEST_GPU = (8, 0)
-_OF_TORCH = (
+# The state of GPUs on which epmoe has no GEMM of its own.
+_TORCH_GEMM_ONLY = (
     "never run there; experts by torch's grouped_mm, which waits for the host: no CUDA graph of a "
     "layer"
 )
 # The state of each kind of GPU, by the major number of its compute capability, as in README.
-_GETS = {
-    8: _OF_TORCH,
+_SUPPORT = {
+    8: _TORCH_GEMM_ONLY,
     9: "tried; every kernel",
     10: "never run there; experts by torch's grouped_mm in bf16, to which fp8 and MXFP4 are turned",
-    12: _OF_TORCH,
+    12: _TORCH_GEMM_ONLY,
 }
 _ADVICE_OF_CACHE = (
     "EPMOE_CACHE_DIR names a folder to build the library in, EPMOE_LIBRARY one that is built"
@@ -50,7 +53,7 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """The state of one subject, and what to do about it."""
+    """The state of one part of the machine, and what to do about it."""
 
     level: Literal["ok", "warn", "fail"]
     subject: str
@@ -60,6 +63,7 @@ class Finding:
 
 def doctor(config: Annotated[Path | None, CONFIG] = None) -> None:
     """Check compiler, torch, native library, GPUs and memory, and say what to do."""
+    # One line for each finding, and its advice on a line below.
     parsed = load(config) if config else None
     failed = False
     for finding in diagnose(parsed):
@@ -76,7 +80,8 @@ def doctor(config: Annotated[Path | None, CONFIG] = None) -> None:
 
 
 def diagnose(config: EPConfig | None) -> Iterator[Finding]:
-    """Find all problems, in the order in which to correct them."""
+    """Check everything, in the order in which a user should correct problems."""
+    # A library that is built already needs no compiler.
     if build.ready() is None:
         yield _compiler()
     yield _torch()
@@ -112,10 +117,11 @@ def _compiler() -> Finding:
 
 
 def _torch() -> Finding:
+    """Check the version of torch. A version on which epmoe was never tried is a warning."""
     devices = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
     detail = f"{torch.__version__}, {devices}"
     oldest = build.TRIED_TORCH[0]
-    # The first two numbers, as in 2.9.1+cpu.
+    # Compare the first two numbers of a version such as 2.9.1+cpu.
     release = torch.__version__.split("+")[0].split(".")[:2]
     if tuple(map(int, release)) < oldest:
         return Finding("fail", "torch", detail, f"install torch ≥ {'.'.join(map(str, oldest))}")
@@ -126,12 +132,13 @@ def _torch() -> Finding:
 def _native_library() -> Finding:
     """Check that the native library loads, and build it if need be."""
     try:
+        # Any call of an operator loads the library.
         from epmoe.local.route import route
 
         route(torch.zeros(1, 2), 1)
         path = build.ready() or build.build()
     except (OSError, RuntimeError) as error:
-        # A BuildError, or there is no home folder for the cache.
+        # The build has failed, or there is no home folder for the cache.
         advice = "" if "EPMOE_CACHE_DIR" in str(error) else _ADVICE_OF_CACHE
         return Finding("fail", "native library", " ".join(str(error).split())[:400], advice)
     how = "loads; built at installation" if path == build.AHEAD_OF_TIME else "loads"
@@ -144,12 +151,12 @@ def _gpus(config: EPConfig | None) -> Iterator[Finding]:
     yield from _number_of_gpus(config, count)
     if not torch.cuda.is_available():
         return
-    # Check each of them, and that all reach one another.
+    # Check each GPU, and that all GPUs reach one another.
     for index in range(count):
         yield _card(index)
     if count > 1:
         yield _peer_access(count)
-    # Check that their kernels can be built.
+    # Check that the kernels of the GPUs can be built.
     if shutil.which("nvcc") is None and build.ready() is None:
         advice = f"install the CUDA {torch.version.cuda} toolkit and put its bin/ on the PATH"
         yield Finding(
@@ -167,12 +174,14 @@ def _card(index: int) -> Finding:
     problem = _problem_with_kernels(index)
     if problem is not None:
         return Finding("warn", subject, detail, problem)
-    gets = _GETS.get(found.major, "never run or compiled for it")
-    return Finding("ok" if found.major == 9 else "warn", subject, detail, gets)
+    support = _SUPPORT.get(found.major, "never run or compiled for it")
+    return Finding("ok" if found.major == 9 else "warn", subject, detail, advice=support)
 
 
 def _problem_with_kernels(index: int) -> str | None:
-    """Why our kernels do not run on a GPU, or None. The library may have none, or none for it."""
+    """Say why epmoe's kernels do not run on a GPU, or return None if they run. The library may have
+    been built without kernels, or without kernels for this GPU.
+    """
     try:
         from epmoe.local.route import route
 
@@ -185,16 +194,16 @@ def _problem_with_kernels(index: int) -> str | None:
 
 def _peer_access(count: int) -> Finding:
     """Check that all GPUs reach one another, by NVLink or PCIe."""
-    cut = []
+    unreachable = []
     for a, b in itertools.permutations(range(count), 2):
         if not torch.cuda.can_device_access_peer(a, b):
-            cut.append(f"{a}→{b}")
-    if cut:
+            unreachable.append(f"{a}→{b}")
+    if unreachable:
         advice = (
             "see `nvidia-smi topo -p2p r`; in a container or VM, all GPUs of one NVLink domain "
             "must be visible"
         )
-        return Finding("fail", "peer access", f"missing: {', '.join(cut)}", advice)
+        return Finding("fail", "peer access", f"missing: {', '.join(unreachable)}", advice)
     uuids = [uuid_of(index) for index in range(count)]
     over_pcie = []
     for a, b in itertools.combinations(range(count), 2):
@@ -232,7 +241,7 @@ def _experts_gemm() -> Finding:
         problem = DeepGemm().problem_with(gate_up, down)
         if problem is None:
             continue
-        # This GPU cannot, or the library is not there.
+        # A ValueError means that DeepGEMM does not run on this GPU. Otherwise it is not installed.
         if isinstance(problem, ValueError):
             return Finding("ok", "experts", f"torch's grouped GEMM: {problem}")
         return Finding(
@@ -242,7 +251,7 @@ def _experts_gemm() -> Finding:
 
 
 def _optional(package: str, without: str) -> Finding:
-    """Check that an optional package is installed."""
+    """Check that an optional package is installed. `without` says what does not work otherwise."""
     try:
         return Finding("ok", package, importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:
@@ -273,7 +282,8 @@ def _memory(config: EPConfig | None) -> Iterator[Finding]:
         "lower `capacity.max_num_tokens_per_rank` or set `capacity.max_expert_rows`; see `epmoe "
         "plan`"
     )
-    # Each GPU must have room for its rank, or the machine for all ranks.
+    # On GPUs, each GPU must have room for its rank. On CPUs, the machine must have room for all
+    # ranks.
     if config.exchange.transport == "nvlink":
         # With too few GPUs, `_number_of_gpus` has said so.
         if torch.cuda.device_count() < ranks:

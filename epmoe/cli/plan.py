@@ -1,5 +1,5 @@
-"""`epmoe plan CONFIG`: every buffer's bytes before anything is allocated, and on GPUs the launch of
-each kernel.
+"""`epmoe plan CONFIG`: shows how many bytes each buffer takes, before anything is allocated, and on
+GPUs how each kernel is launched.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from epmoe.exchange.memory import MemoryPlan
 from epmoe.native.arguments import dtype_name
 from epmoe.native.build import BuildError
 
+# The numbers of tokens of a rank for which launches are shown.
 TOKENS = (1, 8, 16, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -56,7 +57,7 @@ def plan(
             content["launches"] = _launches(parsed, plans[0], multiprocessors)
         write_json(as_json, content)
         return
-    # The memory of the rank that has most, and what to know of it.
+    # Show the memory of the rank that needs most, and advice on it.
     largest = max(plans, key=lambda p: p.total_bytes)
     title = (
         f"[bold]{config.stem}[/]: memory of rank {plans.index(largest)}, shared by all MoE layers "
@@ -70,7 +71,7 @@ def plan(
     for paragraph in (*network(parsed), *advice(parsed), *experts(parsed)):
         console.print()
         print_whole(paragraph)
-    # Launches come from the native library, which a plan does not need otherwise.
+    # Show the launches. Only they need the native library, so the plan is shown without it, too.
     if on_gpus:
         try:
             rows = _launches(parsed, plans[0], multiprocessors)
@@ -83,18 +84,18 @@ def plan(
 
 
 def _memory_table(plan: MemoryPlan, totals: dict[str, int]) -> Table:
-    """Make a table of the buffers by region, and of the totals. It fits into 80 columns."""
+    """Make a table of the buffers of each region, and of the totals. It fits into 80 columns."""
     table = Table("", "shape", "dtype", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("bytes", justify="right", no_wrap=True)
     table.columns[0].no_wrap = True
-    # With several nodes there is a rail.
+    # With several nodes there is one more region, the rail.
     regions = {"window": "window, which every rank maps", "scratch": "scratch, of the rank alone"}
     if plan.rail_bytes:
         regions |= {
             "window": "window, which every rank of the node maps",
             "rail": "rail, to the other nodes",
         }
-    # The buffers of each region, then the totals.
+    # Add the buffers of each region, then the totals.
     for region, title in regions.items():
         table.add_row(f"[bold]{title}")
         for buffer in plan.buffers:
@@ -110,15 +111,17 @@ def _memory_table(plan: MemoryPlan, totals: dict[str, int]) -> Table:
 
 
 def _launches(config: EPConfig, plan: MemoryPlan, multiprocessors: int) -> list[dict[str, Any]]:
-    """The launches of dispatch and combine by T, up to M: both phases in one call, expert-major
-    rows.
+    """List the launches of dispatch and combine for each of `TOKENS` that a rank may bring, and for
+    the most tokens. They are those of calls that do both phases, with expert-major rows.
     """
-    # Here, since it needs the native library, unlike the memory plan.
+    # Import this here, because it loads the native library, which a memory plan does not need.
     from epmoe.exchange.launch_policy import launches
 
-    most = config.capacity.max_num_tokens_per_rank
+    max_tokens = config.capacity.max_num_tokens_per_rank
+    counts = [tokens for tokens in TOKENS if tokens < max_tokens]
+    counts.append(max_tokens)
     rows: list[dict[str, Any]] = []
-    for T in (*(tokens for tokens in TOKENS if tokens < most), most):
+    for T in counts:
         dispatch, combine = launches(
             plan, T, config.model.torch_dtype, multiprocessors=multiprocessors
         )
@@ -133,7 +136,7 @@ def _launches(config: EPConfig, plan: MemoryPlan, multiprocessors: int) -> list[
 
 
 def _launch_table(rows: list[dict[str, Any]], multiprocessors: int) -> Table:
-    """Make a table of launches, with a line for each T."""
+    """Make a table of launches, with a line for each number of tokens."""
     table = Table(
         title=f"launches by T on {multiprocessors} multiprocessors",
         caption=(
@@ -143,7 +146,7 @@ def _launch_table(rows: list[dict[str, Any]], multiprocessors: int) -> Table:
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
-    # Dispatch and combine have as many columns each, but for the blocks that notify.
+    # Dispatch and combine have the same three columns. Only dispatch has blocks that notify.
     for column in ("T", "dispatch", "blocks", "send + notify", "combine", "blocks", "send"):
         is_word = column in ("dispatch", "combine")
         table.add_column(column, justify="left" if is_word else "right", no_wrap=True)
@@ -162,17 +165,19 @@ def _launch_table(rows: list[dict[str, Any]], multiprocessors: int) -> Table:
 
 
 def _totals(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, int]:
-    """The bytes of each kind: of the rank that has most of it, and of a node."""
+    """Add up the bytes of each region for the rank that needs most of it, and of all regions for a
+    rank and for a node.
+    """
     node = plans[: config.topology.ranks_here]
     totals = {
         "window per rank": max(p.window_bytes for p in plans),
         "scratch per rank": max(p.scratch_bytes for p in plans),
     }
-    # Only where there are several nodes.
+    # Only configurations of several nodes have a rail.
     if plans[0].rail_bytes:
         totals["rail per rank"] = plans[0].rail_bytes
     totals["total per rank"] = max(p.total_bytes for p in plans)
-    # Ranks without experts have less.
+    # Ranks without experts need less memory.
     if len(set(plans[0].windows)) > 1:
         totals["total without experts"] = min(p.total_bytes for p in plans)
     totals["total per node"] = sum(p.total_bytes for p in node)
@@ -180,7 +185,7 @@ def _totals(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, int]:
 
 
 def _as_dict(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, Any]:
-    """The memory plan, for `--json`."""
+    """Make the content of the JSON file: the memory plan of each rank, and suggestions."""
     ranks = []
     for rank, plan in enumerate(plans):
         sizes = {
@@ -194,11 +199,11 @@ def _as_dict(config: EPConfig, plans: list[MemoryPlan]) -> dict[str, Any]:
             derived = {"dtype": dtype_name(buffer.dtype), "nbytes": buffer.nbytes}
             buffers.append(dataclasses.asdict(buffer) | derived)
         ranks.append({"rank": rank, **sizes, "buffers": buffers})
-    # Other limits of expert rows, for readers of the JSON.
+    # Add what is known about `capacity.max_expert_rows`.
     capacity = Capacity.of(config)
-    found = [dataclasses.asdict(one) for one in suggestions(config)]
+    suggested = [dataclasses.asdict(suggestion) for suggestion in suggestions(config)]
     return {
         "ranks": ranks,
         "node_bytes": _totals(config, plans)["total per node"],
-        "expert_rows": {"worst": capacity.worst, "mean": capacity.mean, "suggestions": found},
+        "expert_rows": {"worst": capacity.worst, "mean": capacity.mean, "suggestions": suggested},
     }

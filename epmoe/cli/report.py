@@ -1,7 +1,8 @@
-"""The HTML report of a run: one file, which loads nothing.
+"""Writes the HTML report of a run: one file, which loads no other file.
 
-Charts are HTML, and a few lines of JavaScript show the values under the pointer: about 100 KB for
-four models. A charting library would be 4 MB of code that nobody can read, for the same hover.
+Charts are plain HTML, and a few lines of JavaScript show the values under the pointer. The report
+of four models has about 100 KB. A charting library would add 4 MB of code that nobody can read, and
+do the same.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from epmoe.config.config import EPConfig
 
 
 def write_report(results: Sequence[Result], path: Path, about: dict[str, str]) -> None:
-    """Write `results` of the run that `about` describes to `path`. Raises OSError if `path` cannot
-    be written.
+    """Write the report of `results` to `path`. `about` describes the run, as the function `about`
+    does. Raises OSError if `path` cannot be written.
     """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("epmoe.cli", "."),
@@ -44,7 +45,7 @@ def write_report(results: Sequence[Result], path: Path, about: dict[str, str]) -
         "times": tables.times,
         "class": lambda stage: stage.replace(" ", "-"),
     }
-    # The stages that any run has.
+    # Explain only the stages that any of the runs has.
     shown = set[str]()
     for result in results:
         shown |= result.seconds.keys()
@@ -67,17 +68,17 @@ def write_report(results: Sequence[Result], path: Path, about: dict[str, str]) -
 
 
 def _verdict(results: Sequence[Result]) -> str:
-    """good, failed, or none where nothing was checked."""
+    """The class of the headline's colour: "good", "failed", or "none" where nothing was checked."""
     if not all(result.passed for result in results):
         return "failed"
     return "good" if any(result.checks for result in results) else "none"
 
 
 def about(configuration: Path, started: datetime) -> dict[str, str]:
-    """Describe what this process ran, where, when (from `started`, which has a time zone, until
-    now) and with which versions.
+    """Describe what this process has run, where, when, and with which versions.
 
-    No path outside the working directory is repeated.
+    The run began at `started`, which has a time zone, and ends now. Paths outside the working
+    directory are shortened to their last part.
     """
     took = human_seconds((datetime.now().astimezone() - started).total_seconds())
     return {
@@ -90,7 +91,7 @@ def about(configuration: Path, started: datetime) -> dict[str, str]:
 
 
 def machine() -> str:
-    """Describe processor, memory, GPUs and system of this machine in a line."""
+    """Describe the processor, memory, GPUs and system of this machine in one line."""
     found = facts.machine()
     cores = found["cores"]
     gpus = found["gpus"]
@@ -104,7 +105,7 @@ def machine() -> str:
 
 
 def versions() -> str:
-    """Versions of epmoe and of what it needs, in a line."""
+    """List the versions of epmoe and of the libraries that it needs in one line."""
     found = facts.versions()
     commit = facts.commit()
     if commit:
@@ -120,25 +121,25 @@ def headline(results: Sequence[Result]) -> str:
     """Say the outcome in one line."""
     failed = [result for result in results if not result.passed]
     if failed:
-        whats = []
+        failures = []
         for result in failed:
             outcomes = [_outcome(check) for check in result.checks if not check.passed]
-            whats.append(f"{result.name} ({'; '.join(outcomes)})")
-        return f"{len(failed)} of {len(results)} failed: {', '.join(whats)}"
-    # All runs were of models, which one process has run, too.
+            failures.append(f"{result.name} ({'; '.join(outcomes)})")
+        return f"{len(failed)} of {len(results)} failed: {', '.join(failures)}"
+    # If all runs have a baseline, they are runs of models, compared with a single process.
     first = results[0]
     ranks = first.placement.ep_size
     baselines = [result.baseline for result in results if result.baseline]
     if len(baselines) == len(results):
         errors = list[float]()
         for baseline in baselines:
-            for of_rank in baseline.logit_errors:
-                errors += of_rank
+            for rank_errors in baseline.logit_errors:
+                errors += rank_errors
         models = f"{len(results)} of {len(results)} models" if len(results) > 1 else first.name
         generate = f"{first.processes} generate{'s' * (ranks == 1)}"
         error = max(errors, default=0.0)
         return f"{models}: {generate} the same tokens as one; logits agree within {error:.1e}"
-    # A run was of a layer.
+    # Otherwise this was the run of a layer.
     outcomes = [_outcome(check) for result in results for check in result.checks]
     rounds = f"{first.rounds} round{'s' * (first.rounds != 1)}"
     what = f"{first.name}, {rounds} on {ranks} rank{'s' * (ranks != 1)}"
@@ -146,13 +147,13 @@ def headline(results: Sequence[Result]) -> str:
 
 
 def glance(results: Sequence[Result]) -> list[tuple[str, str, str]]:
-    """The figures at the top of the report: what each is, its value, and a remark."""
-    # Sums and spans over all runs.
+    """List the figures at the top of the report: the name of each, its value, and a remark."""
+    # Add up counts over all runs, and find the range of sizes.
     models = [result.config.model for result in results]
     transport = "NVLink" if results[0].config.exchange.transport == "nvlink" else "shared memory"
-    moved = sum(one.rows_moved for one in results)
-    kept = sum(one.rows_kept for one in results)
-    wire = sum(one.bytes_dispatched + one.bytes_combined for one in results)
+    moved = sum(result.rows_moved for result in results)
+    kept = sum(result.rows_kept for result in results)
+    nbytes = sum(result.bytes_dispatched + result.bytes_combined for result in results)
     experts = _span(model.num_experts for model in models)
     dtypes = ", ".join(dict.fromkeys(model.dtype for model in models))
     return [
@@ -167,13 +168,17 @@ def glance(results: Sequence[Result]) -> list[tuple[str, str, str]]:
             f"K = {_span(model.num_experts_per_tok for model in models)}",
             "chosen by the router",
         ),
-        ("Moved between ranks", human_bytes(wire), f"{moved:,} rows there, as many sums back"),
+        (
+            "Moved between ranks",
+            human_bytes(nbytes),
+            f"{moved:,} rows there, as many sums back",
+        ),
         ("Stayed on their rank", f"{kept:,} rows", "whose experts are on the token's own rank"),
     ]
 
 
 def caution(results: Sequence[Result]) -> str:
-    """Say what a reader of the times must know."""
+    """Say what a reader must know before he compares the times. On GPUs there is nothing to say."""
     if results[0].config.exchange.transport == "nvlink":
         return ""
     ranks = results[0].placement.ep_size
@@ -188,7 +193,7 @@ def caution(results: Sequence[Result]) -> str:
 
 
 def settings(config: EPConfig) -> str:
-    """The configuration, a line for each section, without keys that are unset."""
+    """Write the configuration with a line for each section. Keys without a value are left out."""
     lines = []
     for section, keys in config.model_dump(mode="json").items():
         values = []
@@ -200,12 +205,16 @@ def settings(config: EPConfig) -> str:
 
 
 def _outcome(check: Check) -> str:
-    """ "error ≤ 1e-05" and "7e-07" → "error 7e-07 (limit 1e-05)"."""
+    """Write the outcome of a check: "error ≤ 1e-05" with the measured "7e-07" becomes "error 7e-07
+    (limit 1e-05)".
+    """
     what, _, limit = check.what.partition(" ≤ ")
     return f"{what} {check.measured} (limit {limit})" if limit else f"{what}: {check.measured}"
 
 
 def _span(values: Iterable[int]) -> str:
-    """All equal → "24", otherwise "2 to 8"."""
-    found = sorted(values)
-    return f"{found[0]:,}" if found[0] == found[-1] else f"{found[0]:,} to {found[-1]:,}"
+    """Write the range of some numbers, as in "2 to 8". If all are equal, it is one number."""
+    ordered = sorted(values)
+    lowest = ordered[0]
+    highest = ordered[-1]
+    return f"{lowest:,}" if lowest == highest else f"{lowest:,} to {highest:,}"

@@ -1,4 +1,4 @@
-"""`epmoe run CONFIG`: runs the layer or a real model over all ranks, and reports the outcome."""
+"""`epmoe run CONFIG`: runs a MoE layer or real models over all ranks, and reports the outcome."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def run(
     started = datetime.now().astimezone()
     parsed = load(config, nproc)
     check_output("--report", report, (".html", ".htm"))
-    # A missing library should stop it here, not after the run.
+    # A missing library must end the command here, and not after the run.
     if report is not None:
         require("jinja2", "`--report`")
     limit = parsed.capacity.max_num_tokens_per_rank
@@ -68,7 +68,7 @@ def run(
             f"`--tokens` must be at most `capacity.max_num_tokens_per_rank` = {limit}, got {tokens}"
         )
     _check_options(model, {"--tokens": tokens, "--routing": routing, "--balance": balance or None})
-    # Refuse what cannot run here.
+    # Refuse here what cannot run on this machine.
     check_ranks(parsed)
     if balance:
         parsed = simulated.live(parsed)
@@ -88,7 +88,7 @@ def run(
             results = [result]
             show(result)
     if rank == 0 and report is not None:
-        # Here, since it needs jinja2.
+        # Import this here, because it needs jinja2, an optional package.
         from epmoe.cli.report import about, write_report
 
         write_report(results, report, about(config, started))
@@ -99,9 +99,9 @@ def run(
         raise quiet_exit()
 
 
-def _check_options(model: list[str] | None, of_layer: dict[str, object]) -> None:
-    """Raise UserError if options of the layer are given beside models."""
-    for option, value in of_layer.items():
+def _check_options(model: list[str] | None, layer_options: dict[str, object]) -> None:
+    """Raise UserError if an option for runs of the layer has a value, but models are to run."""
+    for option, value in layer_options.items():
         if model and value is not None:
             raise UserError(
                 f"`{option}` is for the rounds of the layer, and `--model` runs models: leave one "

@@ -154,8 +154,8 @@ class Balancer:
         self._last_sent_ticks: list[int] = []
         # By rank: the ranks whose loads are older than the newest ones.
         self._missing: dict[int, _Missing] = {}
-        # On rank 0, float64 [layers, E]: the rows that each expert had received in all when the
-        # last plan began, and those of them that no earlier plan has seen. At first both are 0.
+        # On rank 0, float64 [layers, E]: the rows for which the last plan was made, and all rows
+        # that each expert had received when that plan began. At first both are 0.
         self._recent_loads = torch.zeros(1, 1, dtype=torch.float64)
         self._planned_loads = self._recent_loads
 
@@ -255,7 +255,7 @@ class Balancer:
 
     @property
     def stalls(self) -> int:
-        """How often ranks have sent no loads in time; `Attributes` of the class say more."""
+        """How often ranks have sent no loads in time, although other ranks have."""
         return self._live.stalled_plans
 
     def close(self) -> None:

@@ -1,5 +1,5 @@
-"""ExpertParallel: owns the windows, placement and memory plan of one group, and offers the stages
-over them.
+"""ExpertParallel: it owns the windows, the placement and the memory plan of one group, and offers
+dispatch, combine and the other stages over them. The functions that change the group stand below.
 """
 
 from __future__ import annotations
@@ -73,42 +73,45 @@ from epmoe.native.arguments import (
 from epmoe.rail.opening import open_exchange, prepare
 
 _Result = TypeVar("_Result")
-# Ranks that leave try so often to move their experts to the others.
-_HAND_OVERS = 2
+# Before ranks leave, all ranks try so many times to move the experts of these ranks to the others.
+_MOST_TRIES_TO_MOVE = 2
 
 _log = logging.getLogger("epmoe")
 
 
 class _Sleep(NamedTuple):
-    """What an `ExpertParallel` knows while it sleeps."""
+    """What an `ExpertParallel` keeps while it sleeps."""
 
     group: dist.ProcessGroup | DeviceMesh | None
+    """the group in which it wakes"""
     health: Health
-    """as it was then"""
+    """the counts when it went to sleep"""
     is_joined: bool = False
-    """`wake` was interrupted behind the opening of the group: the windows are there, and this rank
-    has not restored its weights.
+    """True if `wake` was interrupted after the group had opened: the windows are there, but this
+    rank has not restored its weights.
     """
 
 
 class _Terms(NamedTuple):
-    """What the ranks have agreed on of the group to be."""
+    """What the ranks have agreed on for the next group."""
 
     config: EPConfig
     placement: Placement
     slots: Table | None
-    """with `placement.live`, by layer and rank; None: slots begin as in the placement"""
+    """with `placement.live` the experts in the slots of each layer and rank; None if the slots
+    begin as the placement has them
+    """
 
 
 class _Joined(NamedTuple):
-    """A group whose windows are open, until this rank is one of its ranks."""
+    """The next group once its windows are open, before this rank has become one of its ranks."""
 
     agreed: Agreement
     terms: _Terms
     seats: Seats
     exchange: Exchange
     keeps_weights: bool
-    """All ranks have the weights of the experts that they are to hold."""
+    """whether all ranks have the weights of all experts that they are to hold"""
 
 
 class ExpertParallel(HoldsWindows):
@@ -156,26 +159,35 @@ class ExpertParallel(HoldsWindows):
     generation: int
     """How many groups the ranks have had before this one: 0 until `resume`."""
     origin: str
-    """Names this object on all ranks, old and new ones, through all its groups."""
+    """A name of this object that is the same on all ranks, old and new ones, in all its groups."""
     processes: list[str]
     """[R], names of the ranks' processes"""
     live: RankExperts = FixedExperts()
-    """The experts of this rank, which move with `placement.live`."""
+    """The experts of this rank. With `placement.live` they move between ranks."""
     followers: WeakSet[Follower]
-    """What this rank's layers keep for its experts: `resume` tells them of another group."""
+    """Objects of this rank's layers that depend on its experts. `resume` tells them of the new
+    group.
+    """
     versions: HeldVersions
-    """Of a trainer's weights, which this rank's layers have."""
+    """The versions of a trainer's weights that this rank's layers have."""
     _seat: int
     _exchange: Exchange | None = None
-    _mesh: DeviceMesh | None = None  # of the group
-    _missing: int = 0  # ranks, as a mask, like the next
-    _dead: int = 0  # those of them whose process has ended
-    _has_weights: bool = True  # its experts, once the caller has done what `resume` returns
-    _asleep: _Sleep | None = None  # while it sleeps
-    # The thread that is in `alone`, or 0: it has the turn also while there is no exchange.
+    # The mesh of the group, once there is one.
+    _mesh: DeviceMesh | None = None
+    # The ranks that are missing, as a mask; and those of them whose processes have ended.
+    _missing: int = 0
+    _dead: int = 0
+    # Whether this rank has the weights of its experts. Callers of `resume` must first load the
+    # moves that it returns; the flag is set before that.
+    _has_weights: bool = True
+    # What this object keeps while it sleeps; None while it is awake.
+    _asleep: _Sleep | None = None
+    # The thread that is in `alone`, or 0. This thread has the turn also while there is no exchange.
     _joining: int = 0
-    _choice: Choice | None = None  # of the config, once somebody routes
-    _owner: int | None = None  # in a forked child: the process that this object belongs to
+    # The way in which the router of the config chooses experts, once a caller routes.
+    _choice: Choice | None = None
+    # In a forked child the process that this object belongs to, otherwise None.
+    _owner: int | None = None
 
     def __init__(
         self,
@@ -185,25 +197,27 @@ class ExpertParallel(HoldsWindows):
     ):
         config = config_of(config)
         self.device = device_of(config, device)
-        # Compiled graphs order rounds by it: see epmoe/native/opaque.py. A tensor of inference mode
-        # could not be taken by graphs outside of it.
+        # Compiled graphs order rounds by this tensor, see epmoe/native/opaque.py. A tensor that was
+        # made in inference mode could not be taken by graphs that run outside of it.
         with torch.inference_mode(False):
             self.order = torch.zeros(1, dtype=torch.uint8, device=self.device)
 
-        # What calls read of the config at every round.
+        # Copy what every call of `route` needs: reading the config takes longer.
         self._needs_bias = config.routing.selection_bias
 
+        # Make what stays when the group changes.
         self._tags = LayerTags()
-
-        # What outlives groups.
         self.followers = WeakSet()
         self.versions = HeldVersions()
         self._addresses = addresses_of(config, self.device)
-        self._layouts = dict[int, object]()  # of each generation
-        # For `health` of any thread: the memory of its counts stays.
+        # The layout of memory in each generation, by which `capture_is_valid` compares them.
+        self._layouts = dict[int, object]()
+        # Any thread may call `health`. It holds this lock, so that the memory of the counts is not
+        # unmapped meanwhile.
         self._reading = RLock()
 
-        # Become a rank of the group. Callers may build their models under a default device.
+        # Become a rank of the group. Callers may build their models under a default device of
+        # torch, so choose the CPU for the tensors that are made on the way.
         peers = Peers.of(group_of(group), config.exchange.warmup_timeout_s)
         with torch.device("cpu"):
             request = JoinRequest(config.model_dump_json(), versions=self.versions.said())
@@ -291,29 +305,32 @@ class ExpertParallel(HoldsWindows):
         confirm: Confirm = lambda _: True,
         asleep: _Sleep | None = None,
     ) -> tuple[Move, ...]:
-        """Do what `resume` says, within `alone`.
+        """Do what `resume` describes. The caller is within `alone`: it is `resume`, `wake` or
+        `epmoe.group.recovery.regroup`.
 
-        `confirm` is called once the windows are open, with a function that returns the ranks that
-        are missing by then, as a mask. It says whether the group may begin; if it returns False,
-        this rank raises as it does where another has not arrived. `asleep` is what this rank still
-        has of its sleep in the new group.
+        `confirm` is called once the windows are open. Its argument is a function that returns the
+        ranks that are missing by then, as a mask. It returns whether the group may begin; if not,
+        this rank raises EPResumeError, as it does if another rank has not arrived. `asleep` is what
+        `_asleep` becomes in the new group: `wake` gives a `_Sleep`, since it still has to restore
+        weights, and the other callers give None.
         """
         if not isinstance(placement, Placement | None):
             raise TypeError(f"`placement` must be a Placement, got {describe(placement)}")
         timeout_s = self.config.exchange.warmup_timeout_s
         peers = Peers.of(group_of(group), timeout_s)
 
-        # What this rank asks for, and what it has.
+        # Write down what this rank asks for, and what it has.
         config, request = self._resume_request(peers, placement, spread_lost)
         placement_before = self.placement
-        # For each rank of the new group its rank so far, as far as this one knows: its own.
+        # For each rank of the new group, its number in the group so far. This rank knows only its
+        # own, and leaves it out if it has no weights that could be taken from there.
         ranks_before: list[int | None] = [None] * peers.size
         if self._has_weights:
             ranks_before[peers.rank] = self.rank
 
         # Become a rank of the new group.
         try:
-            # A kernel that still runs must keep its windows.
+            # Wait for the GPU first: a kernel that still runs must keep its windows.
             if not self._addresses.processor.ends(timeout_s):
                 raise TimeoutError("the GPU has not finished its work")
             with torch.device("cpu"):
@@ -325,25 +342,25 @@ class ExpertParallel(HoldsWindows):
         self._has_weights = True
         self._mesh = group if isinstance(group, DeviceMesh) else None
 
-        # The experts that this rank has to load.
+        # Find the experts that this rank has to move or load.
         moves = self.live.to_load(request.held, placement_before, ranks_before)
         if moves:
-            # Weights that come from elsewhere may be of another version.
+            # The weights that the caller loads may be of another version.
             self.versions.doubt()
         return moves
 
     def _resume_request(
         self, peers: Peers, placement: Placement | None, spread_lost: bool
     ) -> tuple[EPConfig, JoinRequest]:
-        """Make the config that this rank wants in another group, and the values that it tells the
-        others there.
+        """Make the config that this rank wants for the next group, and the request that it sends to
+        the other ranks there.
         """
         keeps = placement is None
         config = self.config
         if placement is not None:
             config = config.with_placement(placement)
 
-        # Experts that move stay in their slots, unless the weights have gone.
+        # With `placement.live` experts stay in their slots, unless this rank has lost its weights.
         held = None
         if keeps:
             config, held = self.live.kept(config, peers.size, self._has_weights)
@@ -361,46 +378,49 @@ class ExpertParallel(HoldsWindows):
         return config, request
 
     def alone(self, call: Callable[[], _Result]) -> _Result:
-        """Call `call` while this thread has the turn, and return its result. Another thread that
-        calls meanwhile gets the RuntimeError, and so does a call from within it, or in a fork.
+        """Run `call` while this thread has the turn, and return its result.
 
-        A collective call of several steps holds its turn so from its start on, also over windows
-        that it opens. A context manager would not do, see `takes_turn`.
+        A thread has the turn if no other thread may use this object. While `call` runs, a call of
+        another thread raises RuntimeError, and so does a call from within `call`, or in a fork. A
+        collective call of several steps keeps its turn in this way from its start to its end, also
+        when it replaces the windows. A context manager would not do, see `takes_turn`.
         """
         if self._owner is not None:
             raise EPStateError(self._why_unusable())
         generation = self.generation
         caller = get_ident()
 
-        # Take the turn: that of the exchange while there is one, and that of this object.
-        outer = 0
+        # Take the turn of the exchange, if there is one, and that of this object.
+        thread_before = 0
         if self._exchange is not None:
-            outer = self._exchange.enter()
-        # Asked again: another thread may have released the exchange meanwhile.
+            thread_before = self._exchange.enter()
+        # Ask again for the exchange, since another thread may have released it meanwhile.
         if self._exchange is None and self._joining not in (0, caller):
             raise RuntimeError(ANOTHER_THREAD)
-        joining, self._joining = self._joining, caller
+        joining_before, self._joining = self._joining, caller
 
         try:
             return call()
         except BaseException:
-            # Nobody has learned what to load. A sleeper that has joined learns it by its next call.
+            # If this rank is in another group by now, the exception has kept from the caller which
+            # weights to load. An object that sleeps learns that by its next call of `wake`.
             if self.generation != generation and not self.asleep:
                 self.lose_weights()
             raise
         finally:
-            # Give the turn back to whom a signal handler has interrupted, or to nobody. The caller
-            # of a signal handler has no turn in windows that it did not see open.
-            self._joining = joining
+            # Give the turn back. This call may come from a signal handler that has interrupted
+            # another call of this thread, which then has the turn again. But in the windows of
+            # another group nobody has the turn: the interrupted call was made in the old ones.
+            self._joining = joining_before
             if self._exchange is not None:
                 if self.generation != generation:
-                    outer = 0
-                self._exchange.thread = outer
+                    thread_before = 0
+                self._exchange.thread = thread_before
 
     def lose_weights(self) -> None:
-        """Leave, since weights are not where `placement` has them: no round is to run on them. The
-        waits of the others end at once. This rank may go on in another group, and then all its
-        experts are among the moves.
+        """Leave the group, because weights are not where `placement` has them, so that no round may
+        run. The waits of the other ranks end at once. This rank may resume in another group; all
+        its experts are then among the moves that `resume` returns.
         """
         self._has_weights = False
         self._asleep = None
@@ -418,41 +438,48 @@ class ExpertParallel(HoldsWindows):
         """
         self._leave()
         self._asleep = None
-        # Scratch goes, too, unless this is a fork or another thread is mapping it.
+        # Give the scratch memory back, too, unless this is a fork, or another thread is mapping it
+        # for another group.
         caller = get_ident()
-        is_mapping_elsewhere = self._joining not in (0, caller)
-        if self._owner is None and self._exchange is None and not is_mapping_elsewhere:
-            joining, self._joining = self._joining, caller
+        is_mapped_by_another = self._joining not in (0, caller)
+        if self._owner is None and self._exchange is None and not is_mapped_by_another:
+            joining_before, self._joining = self._joining, caller
             try:
                 self._unmap_scratch()
             finally:
-                self._joining = joining
+                self._joining = joining_before
 
     def _unmap_scratch(self) -> None:
-        """Give back what `health` reads, once nobody does. No other call comes to it by then."""
+        """Unmap the scratch memory, once no thread reads it in `health`. Other calls do not get to
+        it any more, since there is no exchange.
+        """
         with self._reading:
             self._addresses.unmap_scratch()
 
     def _leave(self) -> None:
-        """Close as `close` does, but replays then find the state of the group in scratch, and do
+        """Release the windows and the group, but keep the scratch memory mapped. It is a part of
+        `close`, `sleep`, `lose_weights` and `_join`.
+
+        A CUDA graph that is replayed later still reads in scratch that its group has gone, and does
         nothing.
         """
-        # Who is missing, for later calls.
+        # Keep which ranks are missing, for later calls of `survivors`.
         if self._exchange is not None:
             self.survivors()
 
         exchange, self._exchange = self._exchange, None
         try:
             self.live.close()
-            # A group that outlives `destroy_process_group` may end the interpreter by SIGABRT.
+            # Drop the references to the process group: a group that outlives
+            # `destroy_process_group` may end the interpreter by SIGABRT.
             self.group = self._mesh = None
             if exchange is not None:
-                # Others wait for this rank in an open round.
+                # In an open round the other ranks wait for this one.
                 if exchange.rounds.state != CLOSED:
                     exchange.end_waits()
                 exchange.release()
         except BaseException:
-            # A signal handler has raised: windows go all the same.
+            # A signal handler has raised. Release the windows all the same.
             if exchange is not None:
                 exchange.release()
             raise
@@ -471,26 +498,28 @@ class ExpertParallel(HoldsWindows):
         self.alone(partial(self._sleep, free))
 
     def _sleep(self, free: Callable[[], object] | None) -> None:
-        """Do what `sleep` says, within `alone`."""
-        # Nothing runs any more, and nothing was reported.
+        """Do what `sleep` describes. The caller is within `alone`."""
+        # Check that no round is open, nothing runs any more, and nothing was reported.
         exchange = self.exchange
         if exchange.rounds.state != CLOSED:
             raise EPStateError("a round is open: combine, or abort on all ranks, before sleep")
         exchange.wait_for_device(self.config.exchange.timeout_s)
         exchange.poll()
 
-        # The caller frees its weights, then the windows go.
+        # Let the caller free its weights, then release the windows.
         asleep = _Sleep(self._mesh or self.group, self._counts(wait=False))
         freed: list[bool] = []
         try:
             if free is not None:
-                # No line of Python comes between the two, in which a signal handler could raise.
+                # Free the weights, and note in `freed` that this has happened. `map` makes both
+                # calls without a line of Python between them, so no signal handler can raise there.
                 calls: list[Callable[[], object]] = [free, partial(freed.append, True)]
                 list(map(operator.call, calls))
-            self._asleep = asleep  # before the counts go
+            # Keep the counts before the windows go: another thread may call `health` meanwhile.
+            self._asleep = asleep
             self._leave()
         finally:
-            # Once weights have gone it sleeps, also where a signal handler raises.
+            # Once the weights have gone, this object sleeps, even if a signal handler has raised.
             if free is None or freed:
                 self._has_weights = self._has_weights and free is None
                 self._asleep = asleep
@@ -515,19 +544,28 @@ class ExpertParallel(HoldsWindows):
         self.alone(partial(self._wake, self._asleep, restore))
 
     def _wake(self, sleep: _Sleep, restore: Callable[[], object]) -> None:
-        """Do what `wake` says, within `alone`."""
-        # All ranks open the windows, unless an earlier call has, and was interrupted behind it.
+        """Do what `wake` describes. The caller is within `alone`."""
+        # Open the windows together with the other ranks, unless an earlier call has done so and was
+        # interrupted later.
         if not sleep.is_joined:
             has_weights = self._has_weights
             try:
-                self._has_weights = True  # once `restore` has returned
-                self.go_on(sleep.group, None, False, asleep=sleep._replace(is_joined=True))
+                # Tell the other ranks that this one has its weights, since `restore` brings them
+                # back.
+                self._has_weights = True
+                self.go_on(
+                    group=sleep.group,
+                    placement=None,
+                    spread_lost=False,
+                    asleep=sleep._replace(is_joined=True),
+                )
             except BaseException:
-                if self._exchange is None:  # it sleeps on
+                # Without windows this object sleeps on.
+                if self._exchange is None:
                     self._has_weights = has_weights
                     self._addresses.unmap_scratch()
                 raise
-        # This rank brings its weights back. From here on an exception closes this object.
+        # Let the caller bring its weights back. From here on an exception closes this object.
         try:
             self._asleep = None
             restore()
@@ -618,7 +656,8 @@ class ExpertParallel(HoldsWindows):
             )
         exchange = self.exchange
         model = self.config.model
-        # Sizes of the config, which `route` does not know.
+        # Check the sizes against the config, which `epmoe.route` does not know. The complete check
+        # takes longer than these conditions, so it runs only where it will raise.
         shape: tuple[int, ...] = getattr(logits, "shape", ())
         if len(shape) != 2 or shape[1] != model.num_experts or logits.device != self.device:
             check_tensor("logits", logits, FLOATS, ("T", model.num_experts), self.device)
@@ -631,12 +670,12 @@ class ExpertParallel(HoldsWindows):
         if num_tokens is not None:
             tokens, num_real = token_count(num_tokens, num_real, self.device)
         counters = exchange.views["health.counters"]
-        # The turn is taken in place: `run` would cost each layer 0.3 µs.
-        outer = exchange.enter()
+        # Take the turn here and not by `exchange.run`, which would cost each layer 0.3 µs.
+        thread_before = exchange.enter()
         try:
             return self.choice.of(logits, bias, tokens, num_real, counters)
         finally:
-            exchange.thread = outer
+            exchange.thread = thread_before
 
     @property
     def choice(self) -> Choice:
@@ -707,7 +746,8 @@ class ExpertParallel(HoldsWindows):
             EPTimeoutError: ranks did not arrive in time, or left. Ctrl-C, too, ends a wait, and
                 leaves the round open.
         """
-        # By position, in the order of `Call`: names would cost each round 0.4 µs.
+        # The arguments go by position, in the order of the fields of `Call`: names would cost each
+        # round 0.4 µs.
         arguments = (
             x,
             ids,
@@ -742,7 +782,7 @@ class ExpertParallel(HoldsWindows):
         Returns the open round, for `dispatch_recv`. No argument, `num_tokens` included, may be
         overwritten before `dispatch_recv` has returned.
         """
-        # By position, as in `dispatch`.
+        # The arguments go by position, as in `dispatch`.
         arguments = (
             x,
             ids,
@@ -873,11 +913,12 @@ class ExpertParallel(HoldsWindows):
     def giving_up(
         self, tag: int, shape: Callable[[], RoundShape | None] = lambda: None
     ) -> AbstractContextManager[None]:
-        """Within it a caller takes part in one round. An exception aborts the round, whether it was
-        opened or not.
+        """Make the body of this context take part in exactly one round. If the body raises, this
+        rank aborts the round, or skips it if it was not opened yet, so that the other ranks do not
+        wait for this one.
 
-        It raises nothing of the exchange in its place. `tag` and what `shape` returns are arguments
-        of `skip`.
+        The exception of the body is raised; an error of the exchange never takes its place. `tag`
+        and the result of `shape` are the arguments for `skip`.
         """
         exchange = self.exchange
         return exchange.giving_up(partial(self._skip_of, exchange, tag, shape))
@@ -889,15 +930,19 @@ class ExpertParallel(HoldsWindows):
         tag: int,
         shape: Callable[[], RoundShape | None] = lambda: None,
     ) -> None:
-        """What `giving_up` does with an exception. `exchange` is that of this object where the
-        block began, and `before` its count of rounds there.
+        """Do what `giving_up` does after an exception: abort or skip the round.
+
+        `exchange` is the exchange that this object had when the caller began its round, and
+        `before` the count of rounds of this exchange then.
         """
         exchange.give_up(before, partial(self._skip_of, exchange, tag, shape))
 
     def _skip_of(
         self, exchange: Exchange, tag: int, shape: Callable[[], RoundShape | None]
     ) -> None:
-        """Skip a round of an exchange. It has gone where this object was resumed or closed."""
+        """Skip a round of `exchange`. If this object was resumed or closed meanwhile, this exchange
+        has gone, and there is nothing to skip.
+        """
         if exchange is self._exchange:
             self.skip(shape(), tag=tag)
 
@@ -1042,14 +1087,16 @@ class ExpertParallel(HoldsWindows):
         closed.
         """
         if self._asleep is None or self._owner is not None:
-            _ = self.exchange  # raises once this object is closed
+            # The property raises EPStateError if this object is closed.
+            _ = self.exchange
             with self._reading:
-                # Another thread may have put it to sleep since.
+                # Another thread may have put this object to sleep meanwhile, so ask again.
                 if self._asleep is None:
                     return self._counts(wait)
         return self._asleep.health
 
     def _counts(self, wait: bool) -> Health:
+        """Read the counts of the exchange, and add the count of refused plans to them."""
         health = self.exchange.health(wait)
         return dataclasses.replace(health, refused_plans=self.live.refused_plans)
 
@@ -1089,25 +1136,28 @@ class ExpertParallel(HoldsWindows):
         confirm: Confirm = lambda _: True,
         asleep: _Sleep | None = None,
     ) -> None:
-        """Become a rank of a group, whose turn this thread has; see `resume`. Collective; where a
-        step fails on one rank, all raise. The windows of the group so far are released once all
-        ranks are able to join: both might not fit.
+        """Become a rank of the group of `peers`. The constructor and `go_on` call it. Collective:
+        if a step fails on one rank, all ranks raise.
 
-        Once all ranks have succeeded, this one is a rank of the group, also where a signal handler
-        raises behind that.
+        The windows of the group so far are released before the new ones open, since the memory may
+        be too small for both; but only once it is known that all ranks can join. When all ranks
+        have succeeded, this object is a rank of the new group, even if a signal handler raises
+        afterwards. `confirm` and `asleep` are those of `go_on`.
         """
         joined: _Joined | None = None
         caller = get_ident()
         stream = self._addresses.processor.stream()
 
-        # The last step, once all ranks have opened their windows: on a thread of its own.
+        # This is the last step, once all ranks have opened their windows. It runs on another
+        # thread, where no signal handler can interrupt it.
         def become() -> None:
             assert joined is not None
             exchange = joined.exchange
             if not confirm(lambda: exchange.missing() | exchange.dead()):
                 raise RuntimeError("the group was not confirmed")
             try:
-                with torch.cuda.stream(stream):  # None: on CPUs it does nothing
+                # On CPUs `stream` is None, and the context does nothing.
+                with torch.cuda.stream(stream):
                     self._become(peers, joined, caller, asleep)
             except BaseException:
                 self._exchange = None
@@ -1116,14 +1166,16 @@ class ExpertParallel(HoldsWindows):
 
         try:
             with opening(peers, become) as agreed:
-                # Ranks tell one another what they want. All can do it from here on.
+                # Agree with the other ranks on the next group, and ask all whether they keep their
+                # weights. After the gather it is known that all ranks can join.
                 terms = self._agree(peers, config, request, agreed)
                 keeps_weights = all(peers.all_gather(self._keeps_weights(terms, peers.rank)))
 
-                # A rank that resumes releases the old windows: both might not fit.
+                # Release the windows of the group so far, if there is one.
                 self._leave()
 
-                # Open the new ones. Buffers made in inference mode could not be written outside.
+                # Open the new windows. Rounds outside of inference mode could not write buffers
+                # that were made in it.
                 seats = agreed.seats(terms.config)
                 with torch.inference_mode(False):
                     exchange = open_exchange(
@@ -1135,11 +1187,12 @@ class ExpertParallel(HoldsWindows):
             raise
 
     def _drop_windows(self, joined: _Joined | None) -> None:
-        """After an exception of `_join`: release the new windows, unless this rank has become one
-        of the group by them.
+        """Release the new windows after an exception of `_join`, unless this rank has become a rank
+        of the new group, which uses them. `joined` is None if the windows were not open yet.
         """
         if joined is None:
-            # A signal handler may have raised before the windows were known here.
+            # A signal handler may have raised after windows were mapped, and before `joined` was
+            # set. So unmap whatever is mapped.
             if self._exchange is None:
                 self._addresses.unmap_windows()
         elif self._exchange is not joined.exchange:
@@ -1148,10 +1201,12 @@ class ExpertParallel(HoldsWindows):
     def _agree(
         self, peers: Peers, config: EPConfig, request: JoinRequest, agreed: Agreement
     ) -> _Terms:
-        """Agree with all ranks on the group, by the values that each of them brings. It changes
-        nothing of this object yet.
+        """Agree with all ranks on the next group, by the requests that they exchange. It fills
+        `agreed`, and changes nothing of this object yet. Collective.
+
+        `config` and `request` are what this rank asks for.
         """
-        # Slots of a file count as those that this rank holds.
+        # If the config names a file of slots, ask for the slots that the file has for this rank.
         slots_of_file = None
         if config.placement.slots is not None:
             slots_of_file = read_slots(config)
@@ -1159,29 +1214,32 @@ class ExpertParallel(HoldsWindows):
             request = dataclasses.replace(request, held=held)
         agreed.reach(peers, request)
 
-        # Ranks that are gone leave their experts to others.
+        # If the ranks keep their placement, give the experts of ranks that are gone to others.
         if agreed.former is not None and not config.placement.live:
             gone = set(range(config.topology.ep_size)).difference(agreed.former)
             placement = config.place_experts().without(gone, spread_lost=request.spread_lost)
             config = config.with_placement(placement)
         check_size(config, peers)
 
-        # Experts that move stay in the slots that ranks hold.
+        # With `placement.live`, make the table of slots from the slots that the ranks hold.
         spread_lost = any(request.spread_lost for request in agreed.requests)
         held_by_ranks = [request.held for request in agreed.requests]
         slots = agree_on_slots(config, held_by_ranks, peers.rank, slots_of_file, spread_lost)
 
-        # What raises by itself on this rank: a device that does not fit, a build that fails.
+        # Run the checks that may raise on this rank alone: of its device, and of the native
+        # library. `device_of` is called for its errors only.
         device_of(config, self.device)
         prepare(config, self.device)
         return _Terms(config, config.place_experts(), slots)
 
     def _become(self, peers: Peers, joined: _Joined, caller: int, asleep: _Sleep | None) -> None:
-        """Become a rank of the group that has opened. `caller` is the thread whose turn it is."""
+        """Make this object a rank of the group whose windows are open. `caller` is the thread that
+        has the turn, and `asleep` is what `_asleep` becomes.
+        """
         agreed = joined.agreed
         terms = joined.terms
         exchange = joined.exchange
-        # Take over what the group has agreed on, and this rank's place in it.
+        # Take over what the ranks have agreed on, and this rank's place in the group.
         self.config = terms.config
         self.placement = terms.placement
         self.origin = agreed.origin
@@ -1197,12 +1255,13 @@ class ExpertParallel(HoldsWindows):
         self._missing = 0
         self._dead = 0
         self._layouts[self.generation] = exchange.layout
-        # Let experts, and what layers keep for them, follow.
+        # Compare the versions of weights, and refuse rounds as long as ranks have different ones.
         self.versions.compare(
             [request.versions for request in agreed.requests], joined.keeps_weights
         )
         exchange.templates.check_weights = self.versions.check
-        # Layers have told the experts of the group so far where their weights lie.
+        # Make the experts of this rank. Layers have told the experts of the group so far where
+        # their weights lie, so hand that on. Then let the objects of layers follow.
         weights = self.live.weights
         self.live = experts_on(exchange, terms.config, terms.placement, terms.slots, weights)
         for follower in self.followers:
@@ -1211,25 +1270,26 @@ class ExpertParallel(HoldsWindows):
         _open.add(self)
 
     def _keeps_weights(self, terms: _Terms, rank: int) -> bool:
-        """Whether this rank has the weights of each expert that it is to hold in the next group, in
-        the same slot.
+        """Whether this rank already has the weights of each expert that it is to hold in the next
+        group, in the same slot. `rank` is its number in that group.
         """
         slots = terms.slots
         slots_begin_again = terms.config.placement.live and slots is None
         if slots_begin_again or not self._has_weights:
             return False
 
-        # The experts that it is to hold, by layer.
+        # List the experts that this rank is to hold, by layer.
         if slots is None:
             wanted = [terms.placement.logical_experts(rank)]
         else:
             wanted = slots_of(slots, rank, terms.config)
 
-        # Those that it has held so far: none before its first group.
+        # List the experts that this rank has held so far. Before its first group it has held none.
         had = self.live.held_by_layer() or [[] for _ in wanted]
         return not lacking(wanted, had)
 
     def _why_unusable(self) -> str:
+        """Say in an error why there is no exchange: a fork, sleep, or the end."""
         if self._owner is not None:
             return (
                 f"this ExpertParallel belongs to process {self._owner}, of which this process is a "
@@ -1240,36 +1300,41 @@ class ExpertParallel(HoldsWindows):
         return "this ExpertParallel is closed"
 
     def _disown(self) -> None:
-        """In a forked child: drop the windows of the parent, and destroy nothing that the parent's
-        threads use.
+        """Drop the windows of the parent in a forked child. Nothing is destroyed there, since
+        destructors would end threads and close connections that only the parent has.
         """
         if self._owner is None:
             self._owner = os.getppid()
         self.live.disown(self._why_unusable())
-        # One reference too many: nothing of them is destroyed before the process ends.
+        # A reference that nobody gives back keeps each of these objects until the process ends.
         for kept in (self._exchange, self.group, self.live):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
         self._exchange = None
         self.group = None
 
     def _poll(self) -> None:
+        """Do what `poll` describes. The caller has the turn."""
         self.exchange.poll()
         self.live.step()
 
     @property
     def _moving(self) -> LiveExperts:
-        _ = self.exchange  # raises once this object is closed
+        """The experts of this rank, which can move. Raises EPStateError without `placement.live`,
+        and if this object is closed.
+        """
+        # The property raises EPStateError if this object is closed.
+        _ = self.exchange
         return self.live.moving()
 
     def __repr__(self) -> str:
-        # The shape of rounds.
+        # Name the shape of rounds.
         model = self.config.model
         M = self.config.capacity.max_num_tokens_per_rank
         shape = (
             f"E={model.num_experts} K={model.num_experts_per_tok} D={model.hidden_size} "
             f"{model.dtype}, M={M}"
         )
-        # How far it is.
+        # Name the state of this object.
         exchange = self._exchange
         if self.asleep:
             state = "asleep"
@@ -1279,7 +1344,7 @@ class ExpertParallel(HoldsWindows):
             state = "closed"
         else:
             state = f"of process {self._owner}"
-        # Whose rank it is.
+        # Name the rank and its group.
         where = f"rank {self.rank} of {self.size}"
         if self.generation:
             where += f", generation {self.generation}"
@@ -1324,7 +1389,7 @@ def join_group(
         device_type = "cpu"
     processor_of(torch.device(device_type)).load()
 
-    # Called once the others have taken this rank in.
+    # `take_in` calls it once the other ranks have taken this rank in.
     def make(config: EPConfig, confirm: Confirm) -> ExpertParallel:
         ep = ExpertParallel(config, device=device)
         try:
@@ -1383,34 +1448,48 @@ def resize(
     if not is_int(size) or size < 1:
         raise ValueError(f"`size` must be an integer of at least 1, got {size!r}")
     last_call_s = ep.config.exchange.timeout_s + LAST_CALL_S
-    wanted = Wanted(1, size, last_call_s, timeout_s, backend, grow_s=wait_s, leaves=ep.rank >= size)
+    wanted = Wanted(
+        min_ranks=1,
+        max_ranks=size,
+        last_call_s=last_call_s,
+        timeout_s=timeout_s,
+        backend=backend,
+        grow_s=wait_s,
+        leaves=ep.rank >= size,
+    )
 
-    def within() -> bool:
-        # Windows have gone in sleep, or in an attempt that a signal handler has interrupted.
+    def move_and_regroup() -> bool:
+        # Without windows no expert can move, and the weights are loaded instead. The windows have
+        # gone in sleep, or in an earlier call that a signal handler has interrupted.
         has_windows = ep._exchange is not None
         if ep.live.can_move and size < ep.size and has_windows:
-            _hand_over(ep, size, balancer, weights)
+            _move_to_staying_ranks(ep, size, balancer, weights)
         return regroup(ep, store, load_weights, wanted)
 
-    return ep.alone(within)
+    return ep.alone(move_and_regroup)
 
 
-def _hand_over(
+def _move_to_staying_ranks(
     ep: ExpertParallel, size: int, balancer: Balancer | None, weights: SlotWeights | None
 ) -> None:
-    """Move experts that only ranks from `size` on hold to the other ranks, as far as these have
-    slots.
+    """Move the experts that only leaving ranks hold to the ranks that stay, as far as these have
+    slots. The ranks from `size` on leave.
+
+    Collective: all ranks call it before the group becomes smaller. It never fails because ranks
+    refuse the moves or are late: the experts that have not moved are loaded later. `balancer` and
+    `weights` are the arguments of `resize`.
     """
-    # Others may have come further after a timeout: the group changes all the same.
+    # After a timeout some ranks may have moved experts and others not. The group changes all the
+    # same, and the ranks compare then which experts each has.
     with suppress(EPTimeoutError):
-        # Moves that are under way end first.
+        # Wait for the end of moves that are under way.
         _end_moves(ep, balancer)
 
-        # A call of `replace` that a signal handler has ended on one rank is refused on all, and
-        # that rank calls `resize` again.
+        # Begin the moves. If a signal handler interrupts `replace` on one rank, the moves are
+        # refused on all ranks. That rank calls `resize` again, so the others try again, too.
         refusals: list[EPRefusedError] = []
-        while len(refusals) < _HAND_OVERS:
-            slots = _handed_over(ep, size)
+        while len(refusals) < _MOST_TRIES_TO_MOVE:
+            slots = _slots_without_leaving_ranks(ep, size)
             if slots is None:
                 return
             ep.replace(slots, weights)
@@ -1419,8 +1498,8 @@ def _hand_over(
 
 
 def _end_moves(ep: ExpertParallel, balancer: Balancer | None) -> list[EPRefusedError]:
-    """Wait for the end of all moves. Returns why they were refused, if they were: nothing has moved
-    then.
+    """Wait for the end of all moves. Returns the error of moves that were refused, in a list that
+    is empty if none were. No expert has moved by refused moves.
     """
     refusals = []
     try:
@@ -1434,16 +1513,18 @@ def _end_moves(ep: ExpertParallel, balancer: Balancer | None) -> list[EPRefusedE
     return refusals
 
 
-def _handed_over(ep: ExpertParallel, size: int) -> Tensor | None:
-    """Make the table [layers, P] in which ranks below `size` hold all experts; None if they do
-    already, or have too few slots.
+def _slots_without_leaving_ranks(ep: ExpertParallel, size: int) -> Tensor | None:
+    """Make the table of slots [layers, P] in which the ranks below `size` hold all experts, where P
+    is the number of slots of all ranks. None if these ranks hold all experts already, or have too
+    few slots.
     """
     slots = ep.slots
-    S = ep.num_local_experts
+    S = ep.num_local_experts  # slots of a rank
     if size * S < ep.config.model.num_experts:
         return None
 
-    # Experts stay in the slots of the ranks that stay; those without one get free slots.
+    # Keep the experts in the slots of the ranks that stay, and give free slots there to the experts
+    # that have none.
     layers = slots.tolist()
     stay = []
     for rank in range(size):
@@ -1452,18 +1533,23 @@ def _handed_over(ep: ExpertParallel, size: int) -> Tensor | None:
     kept = torch.tensor(keep_slots(ep.config, stay, spread_lost=True), dtype=slots.dtype)
     if torch.equal(kept, slots[:, : size * S]):
         return None
+
+    # Empty the slots of the ranks that leave.
     slots.fill_(EMPTY)
     slots[:, : size * S] = kept
     return slots
 
 
+# All objects of this process that have been a rank of a group.
 _open: WeakSet[ExpertParallel] = WeakSet()
 
 
 def _disown_all() -> None:
+    """Make all objects of the parent unusable in a forked child."""
     for ep in list(_open):
         ep._disown()
 
 
-# So calls need not ask for the process, which would cost each of them.
+# Python calls `_disown_all` in every forked child. So the calls of an ExpertParallel need not ask
+# whether they are in the process that made it, which would cost time in each call.
 os.register_at_fork(after_in_child=_disown_all)

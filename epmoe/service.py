@@ -117,10 +117,10 @@ class _Joined(NamedTuple):
 class ExpertParallel(HoldsWindows):
     """Dispatch and combine over the ranks of a group. All layers of a model can share one.
 
-    It serves one thread at a time: a call during the call of another thread raises RuntimeError and
-    harms no round of it, which a Python without the GIL does not promise. `health`, `memory_plan`
-    and `repr` may be called at any time. It cannot be pickled or copied. In a forked child every
-    call raises RuntimeError, and `close` does nothing.
+    It serves one thread at a time. A call during the call of another thread raises RuntimeError,
+    and harms no round of the other thread; a Python without the GIL does not promise this.
+    `health`, `memory_plan` and `repr` may be called at any time. An ExpertParallel cannot be
+    pickled or copied. In a forked child every call raises RuntimeError, and `close` does nothing.
 
     Args:
         config: the same on all ranks; or the path of its file or the name of a ready one, for
@@ -129,14 +129,15 @@ class ExpertParallel(HoldsWindows):
             the world. Without torch.distributed this process is a group of one. Or a mesh whose
             last dimension, "ep", is the group, and whose other dimensions have replicas of the
             experts: see docs/training.md, "Replicas". Ranks ascend along "ep".
-        device: of all tensors; by default the CPU, or with exchange.transport "nvlink" the current
-            GPU.
+        device: the device of all tensors; by default the CPU, or with exchange.transport "nvlink"
+            the current GPU.
 
     Raises:
         TypeError: an argument has another type.
         ValueError: the config does not fit the group or differs between ranks, or the group has no
             CPU backend.
-        EPOpenError: ranks ended, or did not come within `exchange.warmup_timeout_s`. It names them.
+        EPOpenError: ranks ended, or did not come within `exchange.warmup_timeout_s`. The error
+            names them.
         MemoryError: the windows do not fit, on any rank.
         RuntimeError: the ranks or their GPUs cannot reach each other's memory; or another rank has
             failed otherwise.
@@ -226,12 +227,13 @@ class ExpertParallel(HoldsWindows):
         self.exchange.thread = 0
 
     def survivors(self) -> list[int]:
-        """Ranks of the group that live and that nobody misses, as far as this rank knows. It waits
-        for no rank.
+        """List the ranks of the group that live and are not missing, as far as this rank knows. It
+        waits for no rank.
 
-        They ascend, and are numbered in the group so far until `resume` has returned. After an
-        `EPTimeoutError` reports of others may still arrive: ask again before each try to form a
-        group. A rank that was slow misses itself then.
+        The ranks ascend. They have the numbers of the group so far until `resume` has returned.
+        After an `EPTimeoutError`, reports of other ranks may still arrive, so ask again before each
+        try to form a group. A rank that was too slow for the other ranks is missing in its own
+        list, too.
         """
         if self._exchange is not None:
             self._missing = self._exchange.missing()
@@ -244,8 +246,8 @@ class ExpertParallel(HoldsWindows):
         return survivors
 
     def ended(self) -> list[int]:
-        """Ranks whose processes have ended, as far as this machine sees it; numbered like
-        `survivors`.
+        """List the ranks whose processes have ended, as far as this machine sees it. They have the
+        same numbers as in `survivors`.
         """
         if self._exchange is not None:
             self._dead = self._exchange.dead()
@@ -279,9 +281,9 @@ class ExpertParallel(HoldsWindows):
                 get more slots where these are too few.
 
         Returns:
-            The experts of this rank whose weights are not where `placement` has them: the caller
-            moves or loads these. After `sleep(free)` that is all of them: only `wake` restores
-            weights.
+            The experts of this rank whose weights are not where `placement` has them. The caller
+            moves or loads these weights. After `sleep(free)` these are all experts of the rank,
+            since only `wake` restores weights.
 
         Raises:
             TypeError: an argument has another type.
@@ -579,15 +581,15 @@ class ExpertParallel(HoldsWindows):
         return self._asleep is not None
 
     def capture_is_valid(self, generation: int) -> bool:
-        """Whether a CUDA graph that was captured in this generation may be replayed in the present
-        one.
+        """Whether a CUDA graph that was captured in the given generation may be replayed now.
 
-        It may where this rank has the same number, and the group the same size and placement of
-        experts as then, also if other ranks have come and gone meanwhile; over one node. With
-        `topology.max_ranks` groups of all sizes up to it will do whose ranks have as many slots. A
-        replay of any other graph of an earlier group does nothing: y is zeros, and the next `poll`
-        raises EPStateError. Where rounds are refused, since ranks have different versions of a
-        trainer's weights, no graph is valid until a new `WeightReceiver` has been made.
+        The graph is valid if this rank has the same number as then, and the group has the same size
+        and the same placement of experts, over one node. Other ranks may have come and gone
+        meanwhile. With `topology.max_ranks` the group may have any size up to that number, if its
+        ranks have as many slots as then. A replay of a graph that is not valid does nothing: y is
+        zeros, and the next `poll` raises EPStateError. While rounds are refused because ranks have
+        different versions of a trainer's weights, no graph is valid until a new `WeightReceiver`
+        has been made.
         """
         if self._exchange is None:
             return False
@@ -600,8 +602,8 @@ class ExpertParallel(HoldsWindows):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close. After an exception the waits of the other ranks end at once, also where no round
-        is open here.
+        """Close this object. After an exception the waits of the other ranks end at once, even if
+        no round is open on this rank.
         """
         if kind is not None and self._exchange is not None:
             self._exchange.end_waits()
@@ -609,8 +611,8 @@ class ExpertParallel(HoldsWindows):
 
     @property
     def exchange(self) -> Exchange:
-        """What carries the rounds, for integrations of a host. Raises EPStateError once this object
-        is closed.
+        """The exchange that carries the rounds, for integrations of a host. Raises EPStateError if
+        this object is closed or sleeps.
         """
         if self._exchange is None or self._asleep is not None:
             raise EPStateError(self._why_unusable())
@@ -947,13 +949,16 @@ class ExpertParallel(HoldsWindows):
             self.skip(shape(), tag=tag)
 
     def at_most(self, tokens: int | None) -> AbstractContextManager[None]:
-        """Within this context no rank brings more tokens to a round. Slabs for other nodes then
-        have so many rows. On one node it chooses the GEMM: a rank with few tokens cannot know that
-        another brings many.
+        """Promise that no rank brings more than `tokens` tokens to a round within this context.
 
-        All ranks say the same number, from 0 on. None, as without it: `capacity.max_rows_per_node`,
-        and this rank's own T. A CUDA graph keeps the number of its capture. Raises RuntimeError
-        within what torch.compile traces, and in a closed object.
+        Over several nodes, slabs for other nodes then have only so many rows. On one node, the
+        number chooses the GEMM of the experts, since a rank with few tokens cannot know whether
+        another rank brings many.
+
+        All ranks give the same number, from 0 on. With None it is as without this context: slabs
+        have `capacity.max_rows_per_node` rows, and the GEMM is chosen by this rank's own tokens. A
+        CUDA graph keeps the number of its capture. Raises RuntimeError within what torch.compile
+        traces, and in a closed object.
         """
         if torch.compiler.is_compiling():
             raise RuntimeError(
@@ -963,19 +968,19 @@ class ExpertParallel(HoldsWindows):
         return self.exchange.at_most(tokens)
 
     def new_tag(self, tag: int | None = None, owner: object = None) -> int:
-        """A tag for one more layer, which no other layer of this object has. All ranks take the
-        same ones.
+        """Take a tag for one more layer, which no other layer of this object has, and return it.
+        All ranks take the same tags.
 
-        `tag` is from 0 to 32767, by default `next_tag`. `owner` gives it back when it is gone;
-        None: nobody does. Raises ValueError if another layer has the tag, or there is no further
-        number.
+        `tag` is a number from 0 to 32767, by default `next_tag`. When the object `owner` is
+        collected, other layers may take the tag; without an owner it stays taken. Raises ValueError
+        if another layer has the tag, or if there is no further number.
         """
         return self._tags.new(tag, owner)
 
     @property
     def next_tag(self) -> int:
-        """What `new_tag` gives next: the first number above the last one, from 1 on, that nobody
-        has had. Raises ValueError if there is none.
+        """The tag that `new_tag` takes next by default: the first number above the last tag, from 1
+        on, that no layer has had. Raises ValueError if there is none.
         """
         return self._tags.next
 
@@ -987,9 +992,9 @@ class ExpertParallel(HoldsWindows):
         return self._moving.slots.clone()
 
     def save_slots(self, path: str | os.PathLike[str]) -> None:
-        """Write `slots` to a JSON file, in one step: with `placement.slots` a later job begins with
-        them. All ranks have the same between two moves, so one rank calls it. Raises EPStateError
-        without `placement.live`.
+        """Write `slots` to a JSON file, in one step. A later job begins with these slots if its
+        config names the file in `placement.slots`. Between two moves all ranks have the same slots,
+        so one rank calls this method. Raises EPStateError without `placement.live`.
         """
         write_slots(path, self._moving.slots)
 
@@ -1041,11 +1046,11 @@ class ExpertParallel(HoldsWindows):
 
     @takes_turn_of_exchange
     def loads(self) -> Tensor:
-        """float64 [layers, E], on the CPU: rows that experts of all ranks have received since the
-        start or `resume`.
+        """Count the rows that the experts of all ranks have received since the start or `resume`:
+        float64 [layers, E], on the CPU.
 
-        It sends this rank's counts to all ranks and waits for none. So the counts of others are
-        those of their own last calls. Raises EPStateError without `placement.live`.
+        It sends this rank's counts to all ranks, and waits for no rank. So the counts of another
+        rank are those of that rank's last call. Raises EPStateError without `placement.live`.
         """
         self._moving.send_loads()
         self._moving.mail.flush()
@@ -1070,21 +1075,23 @@ class ExpertParallel(HoldsWindows):
         return self.live.experts(tag)
 
     def holder(self, expert: int, tag: int = 0) -> tuple[int, int]:
-        """A rank that holds a logical expert, and the expert's index among the experts of this
-        rank: the same on all ranks. `tag` and errors are those of `logical_experts`.
+        """Return a rank that holds a logical expert, and the index of the expert among the experts
+        of that rank. The result is the same on all ranks. `tag` and errors are those of
+        `logical_experts`.
         """
         return self.live.holder(tag, expert)
 
     def memory_plan(self) -> MemoryPlan:
-        """Every buffer of this rank, to the byte."""
+        """Return the plan of this rank's memory, which has every buffer, to the byte."""
         return self.exchange.plan
 
     def health(self, wait: bool = True) -> Health:
-        """Counts since the start, on this rank, which never fall. Any thread may read them; not
-        during the capture of a CUDA graph. On a GPU it first waits for the current stream. With
-        `wait=False` it waits for no kernel and delays none, so the counts of kernels under way are
-        partial. While this object sleeps, they are those of before. Raises EPStateError once it is
-        closed.
+        """Return this rank's counts since the start, which never fall. Any thread may call it, but
+        not during the capture of a CUDA graph.
+
+        On a GPU it first waits for the current stream. With `wait=False` it waits for no kernel and
+        delays none, so the counts of kernels that are running are partial. While this object
+        sleeps, the counts are those from before. Raises EPStateError if this object is closed.
         """
         if self._asleep is None or self._owner is not None:
             # The property raises EPStateError if this object is closed.
@@ -1104,9 +1111,10 @@ class ExpertParallel(HoldsWindows):
         """Raise what kernels have reported so far. It never waits, and does not stop the device.
 
         With `placement.live` it also takes moves and shares further: call it between the rounds, on
-        the stream of their replays if they are replays. Every call looks by itself, but the replay
-        of a CUDA graph is no call: after a timeout all replays yield zeros, so poll at every step.
-        A replay that is still running shows in a later poll.
+        the stream of their replays if they are replays. Every call of this object looks for reports
+        by itself, but the replay of a CUDA graph is no call. After a timeout all replays yield
+        zeros, so poll at every step. What a replay that is still running reports is raised by a
+        later poll.
 
         Raises:
             EPTimeoutError: ranks did not arrive in time; every poll raises it again.
@@ -1121,9 +1129,10 @@ class ExpertParallel(HoldsWindows):
 
     @takes_turn_of_exchange
     def check(self, timeout_s: float | None = None) -> None:
-        """Wait for everything that has been launched on the device, then `poll`. A failure that a
-        kernel reports meanwhile is raised at once, and EPTimeoutError if the device did not end
-        within `timeout_s` seconds; None: there is no limit.
+        """Wait for everything that has been launched on the device, then `poll`.
+
+        A failure that a kernel reports meanwhile is raised at once. Raises EPTimeoutError if the
+        device has not ended its work within `timeout_s` seconds; with None there is no limit.
         """
         self.exchange.wait_for_device(timeout_s)
         self.poll()
@@ -1366,16 +1375,16 @@ def join_group(
 
     Args:
         store: that of the other ranks' `recover`.
-        device: of all tensors, as `ExpertParallel` takes it.
+        device: the device of all tensors, as `ExpertParallel` takes it.
         timeout_s: how long to wait for the group, in seconds.
-        backend: of the process group, the same as in `recover`.
+        backend: the backend of the process group, the same as in `recover`.
 
     Returns:
         The ExpertParallel, in the group.
 
     Raises:
-        TimeoutError: nobody has taken this rank in within `timeout_s` seconds. It has the error of
-            the last attempt as its cause.
+        TimeoutError: nobody has taken this rank in within `timeout_s` seconds. Its cause is the
+            error of the last attempt.
         ValueError: the store is a FileStore, or holds a decision that no rank has written.
         MemoryError: the windows do not fit.
         PermissionError: other users can write into the folder.
@@ -1418,24 +1427,26 @@ def resize(
     """Grow or shrink the group between two rounds. Every rank of the group calls it, with the same
     arguments.
 
-    To grow, new processes call `join_group`, best before the ranks call this: the ranks wait for
-    them meanwhile. With `placement.live` their slots are empty, and `Balancer` or `ep.replace`
-    fills them. To shrink, the ranks from `size` on leave. With `placement.live` moves that are
-    under way end first, and experts whose copies all leave move to the ranks that stay. Where these
-    have too few slots for all experts, a rank dies or refuses the moves, or the ranks sleep,
-    `load_weights` gets the moves instead.
+    To grow, new processes call `join_group`. They best do so before the ranks call `resize`, since
+    the ranks wait for them meanwhile. With `placement.live` the slots of new ranks are empty, and
+    `Balancer` or `ep.replace` fills them.
+
+    To shrink, the ranks from `size` on leave. With `placement.live` moves that are under way end
+    first, and experts whose copies are all on leaving ranks move to the ranks that stay. In some
+    cases these experts cannot move: the ranks that stay have too few slots, a rank dies or refuses
+    the moves, or the ranks sleep. Then `load_weights` gets the experts, and loads them.
 
     Args:
         ep: the ExpertParallel that is to have another size.
-        store: that of `recover`, like `load_weights`, `timeout_s` and `backend`.
-        size: ranks that the group is to have. It has fewer where new ranks do not come within
-            `wait_s`.
-        load_weights: gets the moves of this rank.
-        balancer: that of `ep`, if it has one.
-        weights: that of `ExpertParallel.replace`.
+        store: the store, as `recover` takes it.
+        size: the number of ranks that the group is to have. The group has fewer if new ranks do not
+            come within `wait_s`.
+        load_weights: gets the moves of this rank, as in `recover`.
+        balancer: the balancer of `ep`, if it has one.
+        weights: the weights of slots, as `ExpertParallel.replace` takes them.
         wait_s: how long to wait for new ranks, in seconds.
-        timeout_s: of the whole call, in seconds.
-        backend: of the process group.
+        timeout_s: the limit of the whole call, in seconds, as in `recover`.
+        backend: the backend of the process group.
 
     Returns:
         Whether this rank is in the group. On a rank that has left, `ep` is closed and its process

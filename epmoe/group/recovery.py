@@ -55,40 +55,45 @@ def recover(
 ) -> None:
     """Continue with the ranks that live: agree on a group, `resume` in it, and load what moved.
 
-    Every rank calls it after an EPTimeoutError, once it has left the `except` block; or all ranks
-    between two rounds, to take in new ones, which call `join_group`. A rank is left out only if its
-    process has ended, or if it has shown no sign of life for `last_call_s`: within this call it
-    shows one all the time, and on this machine a process that computes is waited for four times as
-    long before it calls. Ranks cannot split into two groups: the first that decides writes its
-    decision into the store, in one step, and all others follow it, or raise because they are left
-    out. The default process group is destroyed and made anew; it holds the ranks of `ep`. No other
-    thread gets its turn before the weights are loaded.
+    Every rank calls it after an EPTimeoutError, once it has left the `except` block. Or all ranks
+    call it between two rounds, to take in new ranks, which call `join_group`.
 
-    Each expert stays, and lost ones go to the ranks with the fewest. With new ranks all experts are
-    spread anew, except with `placement.live`, where slots of new ranks are empty. Ranks without
-    experts stay without, as long as another rank has some.
+    A rank is left out only if its process has ended, or if it has shown no sign of life for
+    `last_call_s`. Within this call a rank shows signs of life all the time. Before its call, and on
+    the same machine, a process that computes is waited for four times as long.
+
+    Ranks cannot split into two groups. The first rank that decides writes its decision into the
+    store, in one step. All other ranks follow this decision, or raise because they are left out.
+    The default process group is destroyed and made anew; it holds the ranks of `ep`. No other
+    thread can use `ep` before the weights are loaded.
+
+    Each expert stays on its rank, and lost experts go to the ranks with the fewest experts. With
+    new ranks all experts are spread anew, except with `placement.live`, where the slots of new
+    ranks are empty. Ranks without experts stay without, as long as another rank has some.
 
     Args:
         ep: the ExpertParallel that is to go on.
-        store: outlives each of the ranks: a folder that all see and nobody else can write into, or
-            a `TCPStore` that the launcher hosts. It serves one ExpertParallel.
-        load_weights: gets the moves of this rank, as `ExpertParallel.resume` returns them. Where it
-            raises, `ep` is closed, and this rank may call again: it loads all its experts then.
-            This rank shows signs of life until it has returned, whatever it waits for.
-        min_ranks: with fewer the ranks wait for new ones.
-        max_ranks: new ranks are taken in up to this number; by default to the size so far, or
-            `min_ranks`. A group of more ranks than `topology.max_ranks`, its seats, gets as many
-            seats.
-        last_call_s: how long a rank waits for the sign of another, in seconds; by default 5 more
-            than `exchange.timeout_s`.
-        timeout_s: of the whole call, in seconds; it is looked at before each attempt.
-        backend: of the process group.
+        store: a store that outlives each of the ranks. It is a folder that all ranks see and nobody
+            else can write into, or a `TCPStore` that the launcher hosts. A store serves one
+            ExpertParallel.
+        load_weights: gets the moves of this rank, as `ExpertParallel.resume` returns them. If it
+            raises, `ep` is closed, and this rank may call `recover` again, and then loads all its
+            experts. This rank shows signs of life until `load_weights` has returned, whatever
+            `load_weights` waits for.
+        min_ranks: with fewer ranks than this the ranks wait for new ones.
+        max_ranks: new ranks are taken in up to this number of ranks; by default up to the size so
+            far, or `min_ranks` if that is more. If it is more than `topology.max_ranks`, the number
+            of seats, the group gets as many seats as it has ranks.
+        last_call_s: how long a rank waits for the sign of another rank, in seconds; by default 5
+            more than `exchange.timeout_s`.
+        timeout_s: the limit of the whole call, in seconds. It is checked before each attempt.
+        backend: the backend of the process group.
 
     Raises:
-        EPStateError: the others go on without this rank.
+        EPStateError: the other ranks go on without this rank.
         ValueError: the store is a FileStore, or holds a decision that no rank has written.
-        TimeoutError: no group of `min_ranks` has formed in time. It has the error of the last
-            attempt as its cause.
+        TimeoutError: no group of `min_ranks` has formed in time. Its cause is the error of the last
+            attempt.
         MemoryError: the windows do not fit.
         PermissionError: other users can write into the folder.
     """

@@ -367,10 +367,10 @@ class ExpertParallel(HoldsWindows):
         if keeps:
             config, held = self.live.kept(config, peers.size, self._has_weights)
         request = JoinRequest(
-            config.model_dump_json(),
-            self.origin,
-            self.generation,
-            self.rank,
+            config=config.model_dump_json(),
+            origin=self.origin,
+            generation=self.generation,
+            rank=self.rank,
             keeps=keeps,
             held=held,
             spread_lost=keeps and spread_lost,
@@ -509,7 +509,7 @@ class ExpertParallel(HoldsWindows):
         exchange.poll()
 
         # Let the caller free its weights, then release the windows.
-        asleep = _Sleep(self._mesh or self.group, self._counts(wait=False))
+        asleep = _Sleep(group=self._mesh or self.group, health=self._counts(wait=False))
         freed: list[bool] = []
         try:
             if free is not None:
@@ -1160,6 +1160,7 @@ class ExpertParallel(HoldsWindows):
         # This is the last step, once all ranks have opened their windows. It runs on another
         # thread, where no signal handler can interrupt it.
         def become() -> None:
+            """Confirm the group with the other ranks, and make this object a rank of it."""
             assert joined is not None
             exchange = joined.exchange
             if not confirm(lambda: exchange.missing() | exchange.dead()):
@@ -1190,7 +1191,13 @@ class ExpertParallel(HoldsWindows):
                     exchange = open_exchange(
                         terms.config, peers, seats, self._addresses, agreed.name
                     )
-                    joined = _Joined(agreed, terms, seats, exchange, keeps_weights)
+                    joined = _Joined(
+                        agreed=agreed,
+                        terms=terms,
+                        seats=seats,
+                        exchange=exchange,
+                        keeps_weights=keeps_weights,
+                    )
         except BaseException:
             self._drop_windows(joined)
             raise
@@ -1239,7 +1246,7 @@ class ExpertParallel(HoldsWindows):
         # library. `device_of` is called for its errors only.
         device_of(config, self.device)
         prepare(config, self.device)
-        return _Terms(config, config.place_experts(), slots)
+        return _Terms(config=config, placement=config.place_experts(), slots=slots)
 
     def _become(self, peers: Peers, joined: _Joined, caller: int, asleep: _Sleep | None) -> None:
         """Make this object a rank of the group whose windows are open. `caller` is the thread that

@@ -179,7 +179,12 @@ class Meeting:
     def following(self) -> Meeting:
         """Make the meeting of the next attempt, which keeps the signs seen so far."""
         group, _, attempt = self.name.rpartition("/")
-        return Meeting(self.root, f"{group}/{int(attempt) + 1}", self.processes, self.signs)
+        return Meeting(
+            root=self.root,
+            name=f"{group}/{int(attempt) + 1}",
+            processes=self.processes,
+            signs=self.signs,
+        )
 
     def key_of(self, member: int) -> str:
         """The key on the board `root` under which a member shows its sign of life."""
@@ -442,7 +447,13 @@ class RollCall:
         """
         assert peers.group is not None
         name = f"{what}/{peers.group.group_name}"
-        return cls(list(range(peers.size)), peers.rank, peers.size, name, attempt)
+        return cls(
+            ranks=list(range(peers.size)),
+            rank=peers.rank,
+            size=peers.size,
+            name=name,
+            attempt=attempt,
+        )
 
     def _send(self, key: object, word: str) -> None:
         """Write a word for the other ranks, unless the store cannot be reached at once."""

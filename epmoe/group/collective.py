@@ -143,16 +143,23 @@ def naming(what: str, eps: Sequence[Member], *, remedy: str = "") -> Iterator[No
             time.sleep(POLL_S)
         # Ask all other ranks which ranks are missing.
         missing = RollCall.of(peers, what).missing(found, OPENING_ANSWER_S)
-        names = [peers.global_ranks[rank] for rank in missing]
+        global_ranks = [peers.global_ranks[rank] for rank in missing]
         why = (
-            f"waited for rank(s) {missing} of the group (global rank(s) {names}), which ended or "
-            f"did not come within exchange.warmup_timeout_s: {error}"
+            f"waited for rank(s) {missing} of the group (global rank(s) {global_ranks}), which "
+            f"ended or did not come within exchange.warmup_timeout_s: {error}"
         )
         if remedy:
             why += f"; {remedy}"
         rounds = max([ep.exchange.rounds.count for ep in opened], default=0)
         then = "rounds go on, but the process group can do nothing more"
-        raise EPTimeoutError(f"{what}, after dispatch", rounds, missing, names, why, then) from None
+        raise EPTimeoutError(
+            stage=f"{what}, after dispatch",
+            epoch=rounds,
+            missing=missing,
+            missing_global=global_ranks,
+            why=why,
+            then=then,
+        ) from None
 
 
 def _ended_ranks(peers: Peers, eps: Sequence[Member]) -> list[int]:

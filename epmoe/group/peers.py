@@ -94,9 +94,14 @@ class Peers:
     def of(cls, group: dist.ProcessGroup | None, timeout_s: float | None = None) -> Self:
         """The ranks of `group`. This process must be one of them."""
         if group is None:
-            return cls(None, 0, 1, [0], timeout_s)
-        ranks = dist.get_process_group_ranks(group)
-        return cls(group, dist.get_rank(group), dist.get_world_size(group), ranks, timeout_s)
+            return cls(group=None, rank=0, size=1, global_ranks=[0], timeout_s=timeout_s)
+        return cls(
+            group=group,
+            rank=dist.get_rank(group),
+            size=dist.get_world_size(group),
+            global_ranks=dist.get_process_group_ranks(group),
+            timeout_s=timeout_s,
+        )
 
     def all_gather(self, value: _Value) -> list[_Value]:
         """Return the values of all ranks, in rank order. Collective. Values travel as JSON, so a
@@ -254,7 +259,7 @@ class Peers:
         text = str(error)
         if type(error) is not kind:
             text = f"{type(error).__name__}: {error}"
-        return _Problem(is_late, self.first + self.rank, kind.__name__, text)
+        return _Problem(late=is_late, rank=self.first + self.rank, kind=kind.__name__, text=text)
 
     def _raise_reported(self, gathered: Sequence[tuple[Any, object]]) -> None:
         """Raise _ReportedError if a rank has failed. `gathered` has a pair from each rank: the

@@ -199,12 +199,18 @@ class HierarchicalExchange(Exchange):
         self.network.check()
 
     def check_rounds(self) -> None:
+        """Raise the errors of rounds that were closed but incomplete: rows had no room, or ranks
+        have aborted. Reports of both are taken, so that the next call raises nothing.
+        """
         # Find rows that had no room, on the way to another node or on a rank of this node.
         needed = self._take_needed()
         overflow = self.node.take_overflow()
         if needed:
             overflow = EPOverflowError(
-                needed, self.slabs.slab_rows, "rows for one node", self.slabs.limit
+                needed,
+                max_rows=self.slabs.slab_rows,
+                rows="rows for one node",
+                key=self.slabs.limit,
             )
         if not self._raises_overflow:
             overflow = None
@@ -336,7 +342,7 @@ class HierarchicalExchange(Exchange):
         reports = slabs.reports()
         if reports.differing:
             self.rounds.close()
-            raise EPMismatchError(dispatched.epoch, reports.differing, False)
+            raise EPMismatchError(dispatched.epoch, reports.differing, latched=False)
 
         slabs.sum(y, self.network.failed_words)
         for rank in reports.aborted:

@@ -122,7 +122,13 @@ class NcclRail:
         """
         with torch.cuda.device(self._device):
             sent, received = torch.zeros(2, sum(self._others), device=self._device)
-            self.start(Transfer(sent, received, self._others, self._others))
+            transfer = Transfer(
+                sent=sent,
+                received=received,
+                sent_rows=self._others,
+                received_rows=self._others,
+            )
+            self.start(transfer)
             self._stream.synchronize()
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -145,6 +151,8 @@ class NcclRail:
         options.asyncOp = False
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
+            # Each mark gets the pair of a count, what to do after a failure, whether it stands at
+            # the end, and the slabs that become zeros after a failure, with their number.
             ops.rail_mark(*begin, *failed, False, partial_rows, sum(self._others))
             try:
                 self._group.alltoall_base(

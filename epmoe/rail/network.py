@@ -60,7 +60,7 @@ class Network:
         self.recording = RLock()
         # The transfers of aborted rounds. They must end before the next round begins.
         self.pending: list[Transfer] = []
-        self.failed_words = FailedWords(None, None, None)
+        self.failed_words = FailedWords(missed=None, latched=None, noticed=None)
 
     def start(self, transfer: Transfer) -> None:
         """Start a transfer, unless it was started before. So a caller may call again after an
@@ -106,7 +106,9 @@ class Network:
         # Each rank sends one number to each other rank.
         rows = [int(rank != self.rank) for rank in range(len(self.global_ranks))]
         sent = torch.full((sum(rows),), number, device="cpu")
-        transfer = Transfer(sent, torch.zeros_like(sent), rows, rows)
+        transfer = Transfer(
+            sent=sent, received=torch.zeros_like(sent), sent_rows=rows, received_rows=rows
+        )
         return partial(self._await_largest, number, transfer)
 
     def _await_largest(self, number: int, transfer: Transfer) -> int:
@@ -190,7 +192,13 @@ class Network:
         )
         if self.rank in missing:
             why += ". This rank came too late, or its own kernel was not scheduled"
-        self.failure = Failure(stage, self.rounds.count, missing, global_ranks, why)
+        self.failure = Failure(
+            stage=stage,
+            epoch=self.rounds.count,
+            missing=missing,
+            missing_global=global_ranks,
+            why=why,
+        )
 
     def tell_node(self, missing: int) -> None:
         """Tell the ranks of this node that rank `missing` of the group is missing, and end their
@@ -215,7 +223,7 @@ class Network:
             ranks = self.memory.group_ranks(error.differing_ranks)
             tags = self.tags_of_group(error.tags)
             latched = self.node.processor.runs_ahead
-            raise EPMismatchError(error.epoch, ranks, latched, tags) from None
+            raise EPMismatchError(error.epoch, ranks, latched=latched, tags=tags) from None
         except EPTimeoutError as error:
             # Ranks of this node may miss a rank of another node. Then that rank is the cause, and
             # not the rank of this node for which this rank has waited.

@@ -37,7 +37,9 @@ class NetworkOnGPUs(Network):
         # The stream of the last round; None before the first.
         self._last_stream: Any = None
         self.failed_words = FailedWords(
-            self.views["rail.missed"], self.node.latched, self.views["rail.noticed"]
+            missed=self.views["rail.missed"],
+            latched=self.node.latched,
+            noticed=self.views["rail.noticed"],
         )
         self.rail.watch(WeakMethod(self.on_late), self.node.latched)
 
@@ -140,6 +142,9 @@ class NetworkOnGPUs(Network):
             self._noticed.value = self.memory.others.index(node) + 1
 
     def check(self) -> None:
+        """Raise the failure of the network or of the node, if one was reported so far. The calls of
+        two nodes that do not match are a failure here, too, and so are sums of zeros.
+        """
         # Read the word before the failure. A failure cuts transfers, and the incomplete rows may
         # change the word, but only after the failure was kept; the failure then explains more.
         noticed = self._noticed.value

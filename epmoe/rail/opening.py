@@ -136,7 +136,14 @@ def _open_over_nodes(
     if G > 1:
         group = gloo_group(f"{name}/node/{node}", local, G, connect)
     here = peers.global_ranks[node * G : (node + 1) * G]
-    node_peers = Peers(group, local, G, here, connect.total_seconds(), first=node * G)
+    node_peers = Peers(
+        group=group,
+        rank=local,
+        size=G,
+        global_ranks=here,
+        timeout_s=connect.total_seconds(),
+        first=node * G,
+    )
     rounds = RoundState(struct("Progress")())
     deadlines = Deadlines(times.warmup_timeout_s, times.timeout_s, lambda: rounds.count)
     with ExitStack() as undo:

@@ -1,9 +1,9 @@
 """Where ranks wait on the host until a round begins: `exchange.idle: wait`.
 
-A round begins with the first rank that brings tokens to it, and from then on its waits have a
-deadline. Before it opens a round, a rank says here that it comes, and whether it brings tokens. A
-rank that brings none sleeps here until the round has begun. So an idle service runs no kernel, and
-no deadline passes.
+A round begins when the first rank brings tokens to it. From then on the waits of the round have a
+deadline. Before a rank opens a round, it says here that it comes, and whether it brings tokens. A
+rank without tokens sleeps here until the round has begun. An idle service therefore runs no kernel,
+and no deadline passes.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ from epmoe.native import ops
 
 # A cache line for each word of `LobbyWord` in csrc/cpu/words.h.
 _LINE_BYTES = 64
-# Words of a seat, in place of a round: nobody sits there, or its rank has left. In csrc/cpu/words.h
-# they are `kNobody` and `kLeft`.
-_NOBODY = -1
+# Values that the word of a seat has in place of a round: the seat has no rank, or its rank has
+# left. csrc/cpu/words.h calls them `kNobody` and `kLeft`.
+_NO_RANK = -1
 _LEFT = -2
-# So often, Python may run signal handlers, and this rank looks whether others have died.
-_LOOK_NS = 100_000_000
+# The longest sleep. After it Python can run signal handlers, and this rank checks whether other
+# ranks have died.
+_LONGEST_SLEEP_NS = 100_000_000
 
 
 class Lobby:
-    """The words of a group, in a page of host memory that all its ranks map.
+    """The words by which the ranks of a group meet, in a page of host memory that all of them map.
 
-    `seat` is that of this rank. `open` makes one for each rank of a group.
+    Each seat has one word: the last round to which its rank has come. `open` makes the object that
+    each rank uses, with the rank's own `seat`.
     """
 
     def __init__(self, words: Tensor, seat: int, places: Places) -> None:
@@ -47,14 +49,16 @@ class Lobby:
 
     @classmethod
     def open(cls, peers: Peers, seats: Seats) -> Lobby:
-        """Make the page of a group, and map it on all ranks. Collective, in a step of
-        `Peers.together`. Raises what `map_windows` does, and RuntimeError if this rank would not
-        see that another one has died.
+        """Make the page of a group, and map it on all ranks.
+
+        Every rank calls it, in a step of `Peers.together`. Raises the errors of `map_windows`, and
+        RuntimeError if this rank cannot watch the processes of the other ranks: it would sleep on
+        after a rank has died.
         """
         nbytes = max(PAGE_BYTES, _LINE_BYTES * (1 + seats.count))
         addresses = Addresses(HostMemory(), Cpu(torch.device("cpu")))
         mapped = map_windows([nbytes] * seats.count, peers, seats, addresses)
-        # A rank that opens a window watches the processes by descriptors of its own.
+        # The window watches the other processes already, by other descriptors.
         for process in mapped.processes.values():
             os.close(process)
         if len(mapped.processes) < peers.size - 1:
@@ -63,45 +67,51 @@ class Lobby:
                 "`exchange.idle` must be timeout here: the kernel or a sandbox gives no "
                 "descriptors of processes (pidfd), so ranks that wait would not see a death"
             )
-        # The page of the first rank is that of all.
+        # Each rank has made a page. All use that of the first rank.
         words = mapped.regions[seats.of_ranks[0]][: _LINE_BYTES * (1 + seats.count)]
         for seat in seats.empty:
-            ops.come(words, seat, _NOBODY)
+            ops.come(words, seat, _NO_RANK)
         return cls(words, seats.of_ranks[peers.rank], mapped.places)
 
     def come(self, round: int, brings_tokens: bool) -> None:
-        """Say that this rank comes to a round. Ranks that wait for it wake up."""
+        """Say that this rank comes to a round. Wakes the ranks that sleep until it begins."""
+        # One word has both: the round, and in the lowest bit whether there are tokens.
         ops.come(self._words, self._seat, 2 * round + brings_tokens)
 
     def has_begun(self, round: int) -> bool:
-        """Whether a rank has brought tokens to a round, or has come to a later one, or all have
-        come.
+        """Whether a round has begun: a rank has brought tokens to it, or has come to a later round,
+        or all ranks have come to it.
         """
+        # A sleep of 0 ns: only look.
         has_begun: bool = ops.await_round(self._words, round, 0)
         return has_begun
 
     def wait(self, round: int) -> bool:
-        """Sleep until a round has begun, or cannot begin since a rank has left, but only for a
-        while. Returns whether it has begun.
+        """Sleep until a round has begun, but at most for `_LONGEST_SLEEP_NS`. Returns whether the
+        round has begun.
 
-        Raises EPStateError in a forked child, which is no rank.
+        It also wakes when a rank has left, since the round may then never begin. The caller checks
+        why it woke, and calls again. Raises EPStateError in a forked child, which is no rank.
         """
         if os.getpid() != self._owner:
             raise EPStateError(
                 f"round {round} belongs to process {self._owner}, of which this process is a fork"
             )
-        has_begun: bool = ops.await_round(self._words, round, _LOOK_NS)
+        has_begun: bool = ops.await_round(self._words, round, _LONGEST_SLEEP_NS)
         return has_begun
 
     def left(self) -> int:
-        """Seats whose ranks have left, as a mask."""
+        """The seats whose ranks have left, as a mask with a bit for each seat."""
         words = ops.read_words(self._words.view(torch.int64)).tolist()
-        # Each line has one word. The first is a futex.
-        of_seats = words[_LINE_BYTES // 8 :: _LINE_BYTES // 8]
-        return sum(1 << seat for seat, word in enumerate(of_seats) if word == _LEFT)
+        # The word of a seat stands at the start of a cache line. The first line is for the futex.
+        words_per_line = _LINE_BYTES // 8
+        words_of_seats = words[words_per_line::words_per_line]
+        return sum(1 << seat for seat, word in enumerate(words_of_seats) if word == _LEFT)
 
     def leave(self) -> None:
-        """Let nobody wait for this rank any more, and give the page back."""
+        """Tell the other ranks that this rank has left, so that nobody waits for it, and unmap the
+        page. A second call does nothing.
+        """
         if self._places.mapped:
             ops.come(self._words, self._seat, _LEFT)
             self._places.unmap()

@@ -1,4 +1,6 @@
-"""Looks of a host whether its kernels begin: unscheduled.py tells how it sees them."""
+"""Checks once in a while whether the kernels that this rank has launched begin, and reports a
+kernel that does not. unscheduled.py explains how the host can see that.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,13 @@ from epmoe.native.layouts import constant
 
 
 class Lookout:
-    """Reports a kernel of this rank that does not begin, in `words`, a `Status` of csrc/plan.h, as
-    the kernel itself would.
+    """Reports kernels of this rank that do not begin within the deadline of a wait.
 
-    `look_at` has the times of the next looks, for each kind of work that may come next: polls take
-    no look of a launch away.
+    A report goes into `words`, the status words (`Status` of csrc/plan.h), as if the kernel itself
+    had reported a failure. `Exchange.check` then raises it.
+
+    `look_at` has the time of the next check for each kind of work that the caller may do next. The
+    times are separate, so that frequent polls do not postpone the check before a launch.
     """
 
     def __init__(
@@ -37,18 +41,19 @@ class Lookout:
         self.look_at: dict[NextWork, float] = {"launch": first_s, "replay": first_s, None: first_s}
 
     def look(self, launches: bool = False) -> None:
-        """Once in a while: if a kernel does not begin, report it.
+        """If a check is due, check whether a kernel does not begin, and report it.
 
-        `launches`: a kernel comes next, on the current stream.
+        `launches` says that the caller launches a kernel next, on the current stream.
         """
-        # What comes next on the current stream. Another thread than the opener's is on another one.
+        # Find out what the caller does next on its current stream. Only the thread that has opened
+        # the round may replay graphs of it there: other threads use other streams.
         next_work: NextWork = None
         if launches:
             next_work = "launch"
         elif self._rounds.opener == get_ident():
             next_work = "replay"
 
-        # Once in a while, and until a failure is known.
+        # Check at most every `LOOK_S` seconds, and only until a failure is known.
         time_s = monotonic()
         if time_s < self.look_at[next_work]:
             return
@@ -60,7 +65,8 @@ class Lookout:
         if late is None:
             return
 
-        # A kernel does not begin. Ranks that another one has reported missing are the cause.
+        # A kernel does not begin. If another rank has given the round up, the error is the timeout
+        # that this rank has reported. Otherwise this rank misses itself.
         code = constant("kUnscheduled")
         originator = self._seat
         missing = 1 << self._seat
@@ -72,9 +78,9 @@ class Lookout:
         words.epoch = late.epoch
         words.missing = missing
         words.originator = originator
-        # Last: it says that the others are written.
+        # The code comes last: a reader that sees it finds the other words written.
         words.code = code
 
     def _late(self, next_work: NextWork) -> LateStage | None:
-        """See `Watch.late`."""
+        """Return the stage whose kernel does not begin, as `Watch.late` finds it."""
         return self._watch.late(self._rounds, self._deadlines.wait_s(), next_work)

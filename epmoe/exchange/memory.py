@@ -1,5 +1,7 @@
-"""The memory plan: every buffer of one rank, to the byte. No other code computes an offset
-(``csrc/plan.h``).
+"""The memory plan: the place of every buffer of one rank, to the byte.
+
+No other code computes an offset. The kernels take all offsets from the plan, as the struct
+`ExchangePlan` of ``csrc/plan.h``.
 """
 
 from __future__ import annotations
@@ -32,38 +34,43 @@ LL_MAX_TOKENS = 1024
 RAIL_TAG_BYTES = 16
 # A line of the LL protocol has 16 bytes.
 LINE_INTS = 4
-# On GPUs. An expert with fewer rows takes as long as its weights take to read, however many rows it
-# has.
+# On GPUs, the time of an expert with fewer rows than this is the time to read its weights, however
+# many rows it has.
 _ROWS_BEYOND_WEIGHTS = 137
 
-# Buffers to which rows come, so that a rank without experts has none.
-_OF_EXPERTS = ("recv.x", "recv.scales", "ll.rows", "rows", "row_scales")
+# Buffers into which rows arrive for this rank's experts. A rank without experts does not have them.
+_BUFFERS_OF_EXPERTS = ("recv.x", "recv.scales", "ll.rows", "rows", "row_scales")
 
 Region = Literal["window", "scratch", "rail"]
 
 _Layout = list[tuple[Region, str, tuple[int, ...], torch.dtype]]
-"""Region, name, shape and dtype of buffers, in the order in which they lie."""
+"""The region, name, shape and dtype of buffers, in the order of their offsets."""
 Parts = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape and dtype of buffers, by name."""
+"""The shape and dtype of buffers, by name."""
+# Functions of `reserve`, which add buffers to the windows of each plan.
 _reserved = list[Callable[[EPConfig], Parts]]()
 
 
 def reserve(parts: Callable[[EPConfig], Parts]) -> Callable[[EPConfig], Parts]:
-    """Decorate a function of a floor above: the windows of plans to come have room for the buffers
-    that it returns.
+    """Decorate a function that returns buffers which its own package needs in each window.
+
+    Packages that this one must not import, such as epmoe/live, add their buffers so. All plans that
+    are built later have room for them.
     """
     _reserved.append(parts)
     return parts
 
 
 class RailSlot(NamedTuple):
-    """One row on its way to another node, in bytes from its start: `RailSlot` in csrc/rail.h.
+    """The layout of one row on its way to another node: `RailSlot` in csrc/rail.h.
 
-    The row is at 0 with its `extra`, then its scales if the format has some, K ids, K weights, and
-    what the source says of its call.
+    A slot has the row with its extra bytes, its scales if the format has some, the ids and the
+    weights of its experts, and a tag by which the receiver recognises the source's call. The row is
+    at 0. All fields but `bytes` are offsets in bytes from the start of the slot.
     """
 
     bytes: int
+    """the size of the slot"""
     scales: int
     ids: int
     weights: int
@@ -75,13 +82,13 @@ class RailSlot(NamedTuple):
         model = config.model
         payload = WIRE_FORMATS[config.exchange.payload]
         width = payload.width(model.hidden_size, config.capacity.extra_bytes, model.torch_dtype)
-        # One part behind another: ids and weights have 4 bytes each.
+        # One part follows another. An id and a weight have 4 bytes each.
         scales = payload.row_bytes(width, model.torch_dtype)
         ids = scales + payload.scale_bytes(width)
         weights = ids + 4 * model.num_experts_per_tok
         tag = weights + 4 * model.num_experts_per_tok
         nbytes = round_up(tag + RAIL_TAG_BYTES, 16)
-        return cls(nbytes, scales, ids, weights, tag)
+        return cls(bytes=nbytes, scales=scales, ids=ids, weights=weights, tag=tag)
 
 
 @dataclass(frozen=True)
@@ -96,8 +103,8 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes without the padding behind it; 0 for a buffer that this configuration
-        does not use.
+        """Bytes of the buffer, without the padding behind it. A buffer that this configuration does
+        not use has 0 bytes.
         """
         return math.prod(self.shape) * self.dtype.itemsize
 
@@ -110,17 +117,17 @@ class Buffer:
 class MemoryPlan:
     """All memory of one rank: its window, which every rank of its node maps, and its own scratch.
 
-    With more than one node, "rail" is the memory of what travels over the network; the rest is that
-    of the node's own exchange.
+    With more than one node there is a third region, "rail": the memory of what travels over the
+    network. Window and scratch then belong to the exchange within the node.
 
     A round allocates only y, the tensor [T, D] that `combine` returns, and copies of arguments
     whose rows are not contiguous or not aligned to 16 bytes; with more than one node also the
     partial rows, up to [N·S, D].
 
     Attributes:
-        buffers: in the order of their offsets within each region. A rank without experts has those
-            of `_OF_EXPERTS` at their offsets, without a byte.
-        sizes: the fields of `ExchangePlan` in csrc/plan.h that are no offsets, by their names.
+        buffers: in the order of their offsets within each region. On a rank without experts, the
+            buffers for rows of experts keep their offsets and have 0 bytes.
+        sizes: the fields of `ExchangePlan` in csrc/plan.h, except for the offsets, by their names.
         windows: bytes of each rank's window, by seat of the node, in whole pages.
     """
 
@@ -137,13 +144,15 @@ class MemoryPlan:
         nvlink: bool | None = None,
         lines: bool = True,
     ) -> MemoryPlan:
-        """Lay out the buffers of one rank: ranks may own different numbers of experts. It needs no
-        GPU, no group and no native library.
+        """Lay out the buffers of one rank.
+
+        Plans of ranks differ, since ranks may own different numbers of experts. It needs no GPU, no
+        group and no native library.
 
         Args:
-            config: of the group.
-            rank: of the group; with `topology.max_ranks` its seat.
-            placement: where the experts are; by default as `config.seated` says.
+            config: the config of the group.
+            rank: the rank in the group; with `topology.max_ranks` the seat of the rank.
+            placement: where the experts are; by default where `config.seated` places them.
             nvlink: whether the windows lie in GPU memory; by default, whether `exchange.transport`
                 is "nvlink".
             lines: whether lines of the LL protocol may travel between the GPUs: see `links.py`.
@@ -172,15 +181,19 @@ class MemoryPlan:
         lines: bool,
         parts: Parts,
     ) -> MemoryPlan:
-        """The plan of one node's exchange, whose windows have these `parts`, too."""
+        """Lay out the buffers for the exchange within one node.
+
+        `parts` are buffers that other packages want in the windows.
+        """
         sizes = _sizes(config, rank, placement, nvlink, lines)
         layout = _layout(config, sizes, nvlink)
         layout += [("window", name, *part) for name, part in parts.items()]
-        # Last of all: the windows of ranks without experts end before these.
+        # These come last, since the windows of ranks without experts end before them.
         layout += _layout_of_experts(config, sizes, nvlink)
-        buffers = _laid_out(layout)
+        buffers = _place_buffers(layout)
 
-        # Offsets are the same on all ranks, which write into one another's windows.
+        # Ranks write into one another's windows, so offsets are the same on all ranks. Only the
+        # ends of the windows differ.
         whole = round_up(_end_of(buffers, "window"), PAGE_BYTES)
         without_rows = tuple(map(_without_rows, buffers))
         short = round_up(_end_of(without_rows, "window"), PAGE_BYTES)
@@ -195,18 +208,23 @@ class MemoryPlan:
     def _over_nodes(
         cls, config: EPConfig, rank: int, placement: Placement, nvlink: bool, lines: bool
     ) -> MemoryPlan:
-        """The plan of the exchange of the rank's node, and the memory of the rail behind it."""
+        """Lay out the buffers for the exchange within the rank's node, and for the network.
+
+        Letters: `G` ranks of a node, `N` nodes, `S` rows of a slab, of which there is one for each
+        node, `P` physical experts and `E` logical experts.
+        """
         topology = config.topology
         G = topology.ranks_here
         N = topology.num_nodes
         S = config.rows_per_node
         of_node = placement.of_node(rank // G, G)
-        # Each rank names here, to the other ranks of its node, the rank that it misses on another
-        # node.
+        # A word for each rank of the node. With it a rank tells the others of its node which rank
+        # of another node it waits for in vain.
         parts = {"rail.missed": ((G,), torch.int64)}
         inside = cls._of_one_node(config.of_node(), rank % G, of_node, nvlink, lines, parts)
 
-        # Slabs of rows, what travels of them, and tables by which rows find their nodes.
+        # Slabs of rows that have arrived, that leave and that return; and tables which say for each
+        # expert its node.
         P = placement.num_physical_experts
         E, copies = placement.copies_table().shape
         slot = RailSlot.of(config)
@@ -214,12 +232,12 @@ class MemoryPlan:
         u8 = torch.uint8
         i32 = torch.int32
         i64 = torch.int64
-        rail = _laid_out(
+        rail = _place_buffers(
             [
-                # From the own node first, then by node.
+                # The slab of this rank's own node comes first, then those of the others by node.
                 ("rail", "rail.received", (N, S, slot.bytes), u8),
                 ("rail", "rail.sent", (N - 1, S, slot.bytes), u8),
-                # One row more than a slab has: see `Slabs.back`.
+                # One row more than a slab has: `Slabs.back` says why.
                 ("rail", "rail.returned", (N - 1, S + 1, row), u8),
                 ("rail", "rail.slots", (config.capacity.max_num_tokens_per_rank, N), i32),
                 ("rail", "rail.counts", (N,), i32),
@@ -232,13 +250,13 @@ class MemoryPlan:
                 ("rail", "rail.total.rows_sent", (N,), i64),
             ]
         )
-        # The ranks of a rail do not know how many rows the node brings to a round: one alignment
-        # for all.
+        # The small alignment depends on the number of tokens of a call. With several nodes a rank
+        # does not know how many rows come to its node, so every round takes the large one.
         sizes = inside.sizes | {"small_alignment": inside.sizes["alignment"]}
         return cls((*inside.buffers, *rail), sizes, inside.windows)
 
     def __getitem__(self, name: str) -> Buffer:
-        """The buffer of this name, which must be one of the plan's."""
+        """The buffer of the plan that has this name."""
         return next(buffer for buffer in self.buffers if buffer.name == name)
 
     @property
@@ -248,42 +266,47 @@ class MemoryPlan:
 
     @property
     def empty_lines(self) -> list[slice]:
-        """Bytes of the window that begin as 0xff: lines of the LL protocol that have not arrived
-        have this value.
+        """The parts of the window that must begin as bytes of 0xff, as slices in bytes.
+
+        They hold lines of the LL protocol. A reader takes a line of 0xff for one that has not
+        arrived.
         """
         lines = (self["ll.rows"], self["ll.sums"])
         return [slice(buffer.offset, buffer.offset + buffer.nbytes) for buffer in lines]
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of this rank's scratch, which no other rank maps."""
+        """Bytes of the scratch of this rank, which no other rank maps."""
         return _end_of(self.buffers, "scratch")
 
     @property
     def rail_bytes(self) -> int:
-        """Bytes of what travels to and from other nodes; 0 with one node."""
+        """Bytes of the region "rail", for what travels between nodes; 0 with one node."""
         return _end_of(self.buffers, "rail")
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the window, of the scratch and of the rail."""
+        """Bytes of all three regions: window, scratch and rail."""
         return self.window_bytes + self.scratch_bytes + self.rail_bytes
 
     def as_ints(self, **sizes: int) -> list[int]:
-        """The fields of `ExchangePlan` in order. `sizes` replaces some of the plan."""
+        """The fields of the struct `ExchangePlan` in their order. The caller may replace sizes of
+        the plan by other values, by name.
+        """
         offsets = {buffer.name.replace(".", "_"): buffer.offset for buffer in self.buffers}
         return words("ExchangePlan", self.sizes | sizes | offsets)
 
 
 def _may_get_rows(config: EPConfig, placement: Placement, rank: int) -> bool:
-    """Whether rows may come to a rank, or seat, while its windows are open. Where experts move,
-    they may come to any.
+    """Whether rows may ever arrive on a rank (or a seat) of this group.
+
+    They arrive where experts are. If experts move, they may arrive on any rank.
     """
     return config.placement.live or placement.num_local_experts(rank) > 0
 
 
 def _end_of(buffers: Iterable[Buffer], region: Region) -> int:
-    """Bytes of a region up to the end of the last of these buffers that is not empty."""
+    """Bytes of a region, up to the end of its last buffer that has any bytes."""
     end = 0
     for buffer in buffers:
         if buffer.region == region and buffer.nbytes:
@@ -292,8 +315,8 @@ def _end_of(buffers: Iterable[Buffer], region: Region) -> int:
 
 
 def _without_rows(buffer: Buffer) -> Buffer:
-    """The buffer as a rank without experts has it."""
-    if buffer.name not in _OF_EXPERTS:
+    """The buffer as it is on a rank without experts: empty, if it is for rows of experts."""
+    if buffer.name not in _BUFFERS_OF_EXPERTS:
         return buffer
     return replace(buffer, shape=(0, *buffer.shape[1:]))
 
@@ -301,7 +324,12 @@ def _without_rows(buffer: Buffer) -> Buffer:
 def _sizes(
     config: EPConfig, rank: int, placement: Placement, nvlink: bool, lines: bool
 ) -> dict[str, int]:
-    """The fields of `ExchangePlan` that are no offsets. `config` and `placement` count seats."""
+    """The fields of `ExchangePlan`, except for the offsets.
+
+    `config` and `placement` are those for all seats, whether or not each of them has a rank. The
+    local letters are those of docs/design.md: `R` ranks, `M` tokens of a rank at most, `K` experts
+    per token, `D` the hidden size, `E` logical experts.
+    """
     R = config.topology.ep_size
     M = config.capacity.max_num_tokens_per_rank
     K = config.model.num_experts_per_tok
@@ -311,7 +339,7 @@ def _sizes(
     payload = WIRE_FORMATS[config.exchange.payload]
     combine = WIRE_FORMATS[config.exchange.combine_payload]
 
-    # Experts of ranks. Experts that move have tables for each layer, with room for more copies.
+    # Numbers of experts. If experts move, each layer has tables, with room for more copies.
     num_local_experts = placement.num_local_experts(rank)
     most_local_experts = max(map(placement.num_local_experts, range(R)))
     layers = 0
@@ -320,11 +348,12 @@ def _sizes(
     if config.placement.live:
         layers = config.placement.layers
         copies = round_up(config.placement.most_copies, LINE_INTS)
-        # Calls of so few tokens have tables of their own: their experts only read weights.
+        # Calls of so few tokens have tables of their own: the time of their experts is only the
+        # time to read the weights.
         if nvlink:
             few_tokens = _ROWS_BEYOND_WEIGHTS * E // (R * K)
 
-    # Expert-major rows. GPUs write into each other's, so these are equally many on all GPUs.
+    # Expert-major rows. GPUs write into each other's rows, so all GPUs have equally many of them.
     alignment = config.alignment
     segments = most_local_experts if nvlink else num_local_experts
     gap_rows = segments * (alignment - 1)
@@ -333,14 +362,16 @@ def _sizes(
     if not nvlink and not _may_get_rows(config, placement, rank):
         max_rows = 0
 
-    # Up to so many tokens, segments have small gaps: with more, large blocks of a GEMM are full on
-    # average, and small ones would read weights twice.
+    # Calls of up to `small_alignment_tokens` tokens take the small alignment, which makes small
+    # gaps between segments. With more tokens the large blocks of a GEMM are full on average, and
+    # small blocks would read weights twice.
     ll_tokens = min(M, LL_MAX_TOKENS) if lines else 0
     small_alignment = config.small_alignment if nvlink else alignment
     small_alignment_tokens = min(ll_tokens, config.tokens_that_fill(alignment) - 1)
 
-    # A row as it travels: to the experts with its `extra`, and back. Its scales come behind it in
-    # lines of the LL protocol; on the way back they fill whole lines of 16 bytes elsewhere, too.
+    # The bytes of a row on its way to the experts, with its extra bytes, and on its way back. In
+    # the LL protocol the scales follow the row. On the way back, scales fill whole lines of 16
+    # bytes in the other protocols, too.
     width = payload.width(D, config.capacity.extra_bytes, x_dtype)
     scale_blocks = payload.num_scales(width)
     scales_per_line = 16 // combine.scale.itemsize if combine.scale else 1
@@ -390,7 +421,11 @@ def _sizes(
 
 
 def _layout(config: EPConfig, sizes: Mapping[str, int], nvlink: bool) -> _Layout:
-    """The buffers of window and scratch that each rank has, in the order of csrc/plan.h."""
+    """The buffers of window and scratch that every rank has, in the order of csrc/plan.h.
+
+    The local letters are those of docs/design.md, as in `_sizes`; `P` physical experts, and `e`
+    experts of this rank.
+    """
     R = sizes["R"]
     M = sizes["M"]
     K = sizes["K"]
@@ -406,7 +441,7 @@ def _layout(config: EPConfig, sizes: Mapping[str, int], nvlink: bool) -> _Layout
     i64 = torch.int64
     f32 = torch.float32
 
-    # Elements of a sum as it travels.
+    # The items of a sum on its way back.
     x_dtype = config.model.torch_dtype
     combine = WIRE_FORMATS[config.exchange.combine_payload]
     sum_dtype = combine.dtype_of(x_dtype)
@@ -414,6 +449,7 @@ def _layout(config: EPConfig, sizes: Mapping[str, int], nvlink: bool) -> _Layout
     sum_scales = sizes["combine_scale_blocks"]
 
     def on_gpus(*shape: int) -> tuple[int, ...]:
+        """The shape of a buffer that only GPUs use: on CPUs it is empty."""
         return shape if nvlink else (0,)
 
     return [
@@ -423,13 +459,13 @@ def _layout(config: EPConfig, sizes: Mapping[str, int], nvlink: bool) -> _Layout
         ("window", "signal.error", (R,), i64),
         ("window", "signal.dead", (1,), i64),
         ("window", "doorbell", (1,), i32),
-        # Pairs by source, and the rows that return, by the rank of their experts.
+        # The pairs that arrive, by source rank; and the rows that return, by expert rank.
         ("window", "recv.ids", (R, M, K), i32),
         ("window", "recv.weights", (R, M, K), f32),
         ("window", "combine.rows", (R, M, sum_items), sum_dtype),
         ("window", "combine.scales", (R, M, sum_scales), combine.scale or f32),
         ("window", "combine.values", (R, M, K), i64 if nvlink else f32),
-        # Sizes with which GPUs take rows one by one.
+        # Flags and counts by which GPUs see each row arrive by itself.
         ("window", "recv.flags", on_gpus(R, M), i32),
         ("window", "recv.ordinals", on_gpus(R, M, K), i32),
         ("window", "recv.counts", on_gpus(R, R * sizes["most_local_experts"] + 2), i64),
@@ -437,7 +473,7 @@ def _layout(config: EPConfig, sizes: Mapping[str, int], nvlink: bool) -> _Layout
         # Lines of the LL protocol.
         ("window", "ll.pairs", on_gpus(R, ll_tokens, K, LINE_INTS), i32),
         ("window", "ll.sums", on_gpus(R, ll_tokens, sizes["ll_sum_stride_bytes"]), u8),
-        # The round: `RoundState` of csrc/plan.h, and where its rows are.
+        # The state of the round (`RoundState` of csrc/plan.h), and where its rows are.
         ("scratch", "state", (112,), i32),
         ("scratch", "counts", (R,), i32),
         ("scratch", "slots_used", on_gpus(R), i32),
@@ -445,7 +481,8 @@ def _layout(config: EPConfig, sizes: Mapping[str, int], nvlink: bool) -> _Layout
         ("scratch", "expert_offsets", (e + 1,), i32),
         ("scratch", "tokens_per_expert", (e,), i32),
         ("scratch", "row_of_pair", (R, M, K), i32),
-        # Tables of the placement. With experts that move, quotas have the number of copies.
+        # Tables that say where experts are. If experts move, quotas stand in "table.copies", and
+        # "table.num_copies" is not needed.
         ("scratch", "table.expert_map", (P,), i32),
         ("scratch", "table.owners", (P,), i32),
         ("scratch", "table.copies", (layers, 2, E, copies) if layers else (E, copies), i32),
@@ -463,14 +500,16 @@ def _layout(config: EPConfig, sizes: Mapping[str, int], nvlink: bool) -> _Layout
 
 
 def _layout_of_experts(config: EPConfig, sizes: Mapping[str, int], nvlink: bool) -> _Layout:
-    """The buffers `_OF_EXPERTS`: rows come to ranks with experts only."""
+    """The buffers `_BUFFERS_OF_EXPERTS`, into which rows arrive. `N` is the number of expert-major
+    rows; `R` and `M` are as in `_sizes`.
+    """
     R = sizes["R"]
     M = sizes["M"]
     N = sizes["max_rows"]
     ll_tokens = sizes["ll_max_tokens"] if nvlink else 0
     scales = sizes["scale_blocks"]
 
-    # Elements of a row as it travels.
+    # The items of a row on its way to the experts.
     x_dtype = config.model.torch_dtype
     payload = WIRE_FORMATS[config.exchange.payload]
     dtype = payload.dtype_of(x_dtype)
@@ -491,8 +530,10 @@ def _layout_of_experts(config: EPConfig, sizes: Mapping[str, int], nvlink: bool)
     ]
 
 
-def _laid_out(layout: _Layout) -> tuple[Buffer, ...]:
-    """Buffers one behind another in each region, at multiples of `BUFFER_ALIGNMENT` bytes."""
+def _place_buffers(layout: _Layout) -> tuple[Buffer, ...]:
+    """Place the buffers of each region one behind another, at multiples of `BUFFER_ALIGNMENT`
+    bytes.
+    """
     ends: dict[Region, int] = {"window": 0, "scratch": 0, "rail": 0}
     buffers = []
     for region, name, shape, dtype in layout:
@@ -503,5 +544,5 @@ def _laid_out(layout: _Layout) -> tuple[Buffer, ...]:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The least multiple that is not below `value`."""
+    """The smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple

@@ -1,4 +1,4 @@
-"""The checks of what combine is given: the experts' outputs, and y."""
+"""Checks the arguments of combine: the rows that the experts have computed, and `out`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from epmoe.native.arguments import (
 
 
 def refuse_layout(dispatched: Dispatched) -> NoReturn:
-    """Raise ValueError for the call that ends rounds of the other layout."""
+    """Raise ValueError for a round of one layout that is ended by the call of the other layout."""
     if dispatched.layout == "rank":
         raise ValueError(
             "`combine` takes expert-major rows; a round of layout='rank' ends with combine_partial"
@@ -32,18 +32,20 @@ def refuse_layout(dispatched: Dispatched) -> NoReturn:
 
 
 def y_of(dispatched: Dispatched, out: Tensor | None, device: torch.device) -> Tensor:
-    """Take the round's y [T, D]: `out`, or a new tensor. Raises TypeError or ValueError if `out`
-    does not fit.
+    """Return the tensor for the output y [T, D] of a round: the caller's `out`, or a new tensor.
+
+    `T` is the number of this rank's tokens, and `D` the hidden size of the call. Raises TypeError
+    or ValueError if `out` does not fit.
     """
     if out is None:
         return dispatched.sent.template.like.new_empty(
             dispatched.num_tokens, dispatched.hidden_size
         )
-    # `check_tensor` words the errors, as in `output_rows`.
+    # These comparisons are quick. Only if one fails, `check_tensor` finds the error's text.
     shape = (dispatched.sent.num_tokens, dispatched.hidden_size)
     if not _is(out, dispatched.dtype, shape, device):
         check_tensor("out", out, (dispatched.dtype,), shape, device)
-    # Kernels write whole lines of 16 bytes.
+    # Kernels write y in whole lines of 16 bytes.
     if not out.is_contiguous() or out.data_ptr() % 16:
         raise ValueError(
             "`out` must be contiguous and begin at a multiple of 16 bytes, got strides "
@@ -65,15 +67,18 @@ def _is(value: object, dtype: torch.dtype, shape: tuple[int, ...], device: torch
 def output_rows(
     rows: Tensor, dispatched: Dispatched, plan: MemoryPlan, processor: Processor
 ) -> Tensor:
-    """Check the rows of combine. Returns them as [n, D], each at a multiple of 16 bytes. Raises
-    TypeError, ValueError or RuntimeError.
+    """Check the rows that the experts have computed, for combine.
+
+    Returns the rows as [n, D], each of which begins at a multiple of 16 bytes; they are copied if
+    they do not. Raises TypeError for another type or dtype, ValueError for another shape or device,
+    and RuntimeError for rows that need a gradient.
     """
     device = processor.device
     if dispatched.layout == "rank":
         return _partial_rows(rows, dispatched, plan, device)
 
-    # `check_tensor` words the errors. It takes longer than these comparisons and runs only if one
-    # of them fails.
+    # `check_tensor` has the texts of the errors. It takes longer than these comparisons, so it runs
+    # only if one of them fails.
     D = dispatched.hidden_size
     shape: tuple[int, ...] = getattr(rows, "shape", ())
     if len(shape) != 2 or shape[1] != D or rows.dtype != dispatched.dtype or rows.device != device:
@@ -82,7 +87,8 @@ def output_rows(
     if rows.requires_grad:
         check_forward_only(rows)
 
-    # As many rows as arrived, where the host knows. Otherwise rows that are missing are skipped.
+    # There must be as many rows as have arrived. On a GPU the host does not know that number, and
+    # the kernel skips rows that are missing.
     if not processor.runs_ahead and rows.shape[0] < plan.sizes["max_rows"]:
         needed = int(dispatched.expert_offsets[-1])
         if rows.shape[0] < needed:
@@ -93,7 +99,7 @@ def output_rows(
 def _partial_rows(
     partial: Tensor, dispatched: Dispatched, plan: MemoryPlan, device: torch.device
 ) -> Tensor:
-    """`output_rows` of rank-major rows [R, M, D]."""
+    """Check rank-major rows [ranks, slots of a rank, hidden size], as `output_rows` does."""
     shape = (plan.sizes["R"], plan.sizes["M"], dispatched.hidden_size)
     if not _is(partial, dispatched.dtype, shape, device):
         _refuse_fp8("partial", partial, dispatched)
@@ -104,7 +110,9 @@ def _partial_rows(
 
 
 def _refuse_fp8(name: str, rows: object, dispatched: Dispatched) -> None:
-    """Raise TypeError for rows of fp8: somebody gives the rows that arrived back as they are."""
+    """Raise TypeError for rows in fp8. The caller has probably passed the rows that arrived, in
+    place of the experts' outputs.
+    """
     if isinstance(rows, Tensor) and rows.dtype is FP8:
         raise TypeError(
             f"`{name}` must be {dtype_name(dispatched.dtype)}, got {describe(rows)}: rows of fp8 "

@@ -1,5 +1,5 @@
-"""Reads buffers of a device on the host at any time: the copy waits for no kernel, and no kernel
-for the copy.
+"""Reads buffers of a device on the host at any time. The copy waits for no kernel, and no kernel
+waits for the copy.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ LONG_S = 0.2
 
 
 class Peek(ABC):
-    """Copies buffers to the host. The buffers are contiguous and on one device. Any thread may
-    read, and a signal handler during a read.
+    """Copies contiguous buffers of one device to the host.
+
+    Any thread may read. A signal handler may read, too, even if it interrupts another read.
     """
 
     def read(self) -> list[Tensor]:
-        """What the buffers hold now, in tensors of the caller's."""
+        """Return copies of the buffers on the host. They belong to the caller."""
         read = self.read_within(math.inf)
         assert read is not None
         return read
 
     @abstractmethod
     def read_within(self, timeout_s: float) -> list[Tensor] | None:
-        """Read as `read` does; None if no copy has come in time."""
+        """Read as `read` does, but return None if the copies take longer than `timeout_s`."""

@@ -1,5 +1,7 @@
-"""Memory at reserved addresses. It has a file descriptor, by which other processes map it, too, and
-is free once no process maps it any more.
+"""Memory that several processes map, each at addresses that it has reserved before.
+
+Memory has a file descriptor, which one process passes to the others. The operating system frees the
+memory once no process maps it any more.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ from torch import Tensor
 
 from epmoe.exchange.memory import round_up
 
-# Flags of Linux that `mmap` does not have.
+# Flags of Linux that Python's module `mmap` does not define.
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
-_UNREAD_BYTES = 16 << 20  # of the memory that fills an empty seat, again and again
+# The size of the memory that `Places.map_unread` maps again and again, to fill an empty seat.
+_UNREAD_BYTES = 16 << 20
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -34,29 +37,33 @@ class Memory(Protocol):
     """whether addresses may be read and written also while nothing is mapped there"""
 
     def reserve(self, nbytes: int) -> int:
-        """An address behind which `nbytes` are free, and stay so until `free`."""
+        """Reserve `nbytes` of addresses, and return the first. Nothing else is mapped there until
+        `free`.
+        """
 
-    def free(self, address: int, nbytes: int) -> None: ...
+    def free(self, address: int, nbytes: int) -> None:
+        """Give up addresses that `reserve` has returned."""
 
     def create(self, nbytes: int) -> int:
-        """The descriptor of new memory, which the caller closes. Raises MemoryError where there is
-        none.
+        """Allocate memory, and return its descriptor, which the caller closes. Raises MemoryError
+        if there is not enough.
         """
 
     def map(self, descriptor: int | None, address: int, nbytes: int, times: int = 1) -> None:
-        """Map memory at a reserved address, for reading and writing; None: new memory of this
-        process alone.
+        """Map memory at a reserved address, for reading and writing.
 
-        With `times` it lies there again and again, and each of these mappings is unmapped by
-        itself.
+        Without a descriptor it is new memory of this process alone. With `times` the same memory is
+        mapped so many times, one mapping behind another. The caller unmaps each of these mappings.
         """
 
-    def unmap(self, address: int, nbytes: int) -> None: ...
+    def unmap(self, address: int, nbytes: int) -> None:
+        """Unmap what one mapping of `map` has put at an address, which stays reserved."""
 
 
 class HostMemory:
-    """Anonymous shared memory (memfd) of this machine: it has no name, and needs no room in
-    /dev/shm.
+    """The `Memory` of the host: anonymous shared memory (memfd).
+
+    It has no name that could be left behind after a crash, and needs no room in /dev/shm.
     """
 
     device = torch.device("cpu")
@@ -83,7 +90,7 @@ class HostMemory:
         self._libc.munmap(address, nbytes)
 
     def create(self, nbytes: int) -> int:
-        # Reserve all of it now: a shortage in a round would end this process.
+        # Allocate all pages now. If memory ran out in a round, the system would kill this process.
         descriptor = os.memfd_create("epmoe-window", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(descriptor, 0, nbytes)
@@ -94,7 +101,7 @@ class HostMemory:
                 f"cannot reserve {nbytes:,} bytes of shared memory for a window ({name}): lower "
                 "capacity.max_num_tokens_per_rank, or give the container more memory"
             ) from error
-        # A reader of a window that another process has shrunk would get a SIGBUS: forbid it.
+        # Forbid all processes to shrink the memory: others that read it would then get a SIGBUS.
         fcntl.fcntl(
             descriptor,
             fcntl.F_ADD_SEALS,
@@ -112,14 +119,17 @@ class HostMemory:
             self._mmap(begin, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor)
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Leaves private memory behind: a tensor that outlives its group harms nobody."""
+        """Put private memory in place of the mapping. A tensor that still views these addresses
+        then harms nobody.
+        """
         self.map(None, address, nbytes)
 
     def _mmap(
         self, address: int | None, nbytes: int, protection: int, flags: int, descriptor: int = -1
     ) -> int:
-        """Map memory at `address`, or for None at a free one. Returns the address. Raises
-        MemoryError if there is no memory, and OSError for other reasons.
+        """Map memory at `address`, or at any free address for None. Returns the address.
+
+        Raises MemoryError if there is not enough memory, and OSError for other reasons.
         """
         if address is not None:
             flags |= _MAP_FIXED
@@ -136,31 +146,45 @@ class HostMemory:
 class Places:
     """Reserved addresses for `count` pieces of memory, of up to `nbytes` bytes each.
 
-    They stay until this object and all tensors of its memory are gone.
+    A place is the index of a piece. The addresses stay reserved until this object and all tensors
+    that view its memory are gone.
     """
 
     def __init__(self, memory: Memory, count: int, nbytes: int) -> None:
         self.count = count
         self.stride = round_up(nbytes, memory.granule)
         self._memory = memory
-        self._mapped = dict[int, int]()  # bytes by address
+        self._mapped = dict[int, int]()  # the bytes of each mapping, by its address
         self._begin = memory.reserve(count * self.stride)
-        # With the last tensor of it the memory goes, but not at the end of the process: other
-        # threads may still use it there.
-        kept = os.getpid(), memory, self._mapped, self._begin, count * self.stride
-        weakref.finalize(self, _give_back, *kept).atexit = False
+        # Give the memory back when the last tensor of it is gone, but not when the process ends:
+        # other threads may still use it then.
+        finalizer = weakref.finalize(
+            self,
+            _give_back,
+            owner=os.getpid(),
+            memory=memory,
+            mapped=self._mapped,
+            begin=self._begin,
+            nbytes=count * self.stride,
+        )
+        finalizer.atexit = False
 
     @property
     def mapped(self) -> bool:
+        """Whether memory is mapped at any place."""
         return bool(self._mapped)
 
     def create(self, nbytes: int) -> int:
-        """The descriptor of memory for one piece. Raises MemoryError where there is none."""
+        """Allocate memory for one place, and return its descriptor, which the caller closes. Raises
+        MemoryError if there is not enough.
+        """
         return self._memory.create(round_up(nbytes, self._memory.granule))
 
     def map(self, place: int, descriptor: int | None, nbytes: int) -> Tensor:
-        """Map memory of `create`, also another process's, or of this process alone:
-        uint8 [nbytes].
+        """Map memory at a place. Returns it as uint8 [nbytes].
+
+        The descriptor comes from `create`, in this process or in another one. Without a descriptor
+        the memory is new and belongs to this process alone.
         """
         address = self._begin + place * self.stride
         mapped = round_up(nbytes, self._memory.granule)
@@ -169,14 +193,18 @@ class Places:
         return self.view(place, nbytes)
 
     def map_unread(self, place: int, nbytes: int) -> Tensor:
-        """Fill the place with mappings of one small memory: uint8 [nbytes]. Values that are written
-        there are lost.
+        """Fill a place with memory that nobody reads. Returns it as uint8 [nbytes].
+
+        The place of an empty seat needs memory only because kernels write to all seats. One small
+        piece of memory is mapped there again and again, so a written value may be overwritten by
+        another one.
         """
         begin = self._begin + place * self.stride
         piece = round_up(_UNREAD_BYTES, self._memory.granule)
         times, rest = divmod(round_up(nbytes, self._memory.granule), piece)
-        # Whole pieces share one memory. The rest has one of its own.
-        for address, size, many in ((begin, piece, times), (begin + times * piece, rest, 1)):
+        # Whole pieces share one memory. The rest behind them has a smaller one of its own.
+        rest_begin = begin + times * piece
+        for address, size, many in ((begin, piece, times), (rest_begin, rest, 1)):
             if size * many == 0:
                 continue
             descriptor = self._memory.create(size)
@@ -188,32 +216,40 @@ class Places:
         return self.view(place, nbytes)
 
     def view(self, place: int, nbytes: int, begin: int = 0) -> Tensor:
-        """What is mapped at a place, `begin` bytes behind its start: uint8 [nbytes]."""
+        """View the memory that is mapped at a place, from `begin` bytes behind its start, as uint8
+        [nbytes].
+        """
         address = self._begin + place * self.stride + begin
         device = self._memory.device
         storage: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
-        # This object lives as long as the storage, also one that only C++ has.
+        # The storage keeps this object alive, and with it the mapping. That also holds for a
+        # storage that only C++ still has.
         storage.places = self
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
     def unmap(self) -> None:
-        """Unmap all. Nobody may be about to read or write them. What `Memory` refuses to unmap
-        stays mapped.
+        """Unmap the memory of all places. Nobody may read or write it any more.
+
+        If `Memory.unmap` raises, the memory that was not unmapped yet stays mapped.
         """
         _unmap(self._memory, self._mapped)
 
 
 def _give_back(owner: int, memory: Memory, mapped: dict[int, int], begin: int, nbytes: int) -> None:
-    """Unmap what is left, and free the addresses, unless this process is a fork of the owner."""
+    """Unmap the memory that is left, and free the addresses.
+
+    It does nothing in a process that was forked from the `owner`, to which they belong.
+    """
     if os.getpid() != owner:
         return
-    # The GPU may have failed, or may still read the memory.
+    # These errors come if the GPU has failed or still uses the memory. Then it stays mapped.
     with suppress(RuntimeError, TimeoutError):
         _unmap(memory, mapped)
         memory.free(begin, nbytes)
 
 
 def _unmap(memory: Memory, mapped: dict[int, int]) -> None:
+    """Unmap all mappings, and remove from `mapped` each that is unmapped."""
     for address, nbytes in list(mapped.items()):
         memory.unmap(address, nbytes)
         del mapped[address]

@@ -1,4 +1,4 @@
-"""The processor of each device. A device has one."""
+"""Finds the processor of a device. Each device has one processor object."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from epmoe.exchange.gpu import Gpu
 from epmoe.exchange.processor import Processor
 
 PROCESSORS: dict[str, type[Processor]] = {"cpu": Cpu, "cuda": Gpu}
-"""By the type of a device."""
+"""The class of the processor, by the type of the device."""
 
 
 @cache
 def processor_of(device: torch.device) -> Processor:
-    """The processor of a device, named as its tensors name it."""
+    """The processor of a device. The device has the name that its tensors have."""
     return PROCESSORS[device.type](device)

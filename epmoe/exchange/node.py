@@ -1,8 +1,8 @@
-"""The exchange of one node: each rank writes into the windows of the others.
+"""The exchange within one node: each rank writes into the windows of the other ranks.
 
-dispatch: each token goes one-sided, and once, to each distinct rank that holds one of its experts.
-combine: expert outputs go back one-sided to the ranks of their tokens and are summed there in rank
-order.
+In dispatch, a rank writes each of its tokens once into the window of every rank that holds one of
+the token's experts. In combine, the ranks write the outputs of their experts into the windows of
+the tokens' ranks, which sum them in rank order.
 """
 
 from __future__ import annotations
@@ -44,34 +44,43 @@ from epmoe.group.errors import EPAbortedError, EPOverflowError, EPStateError, EP
 from epmoe.native import ops
 from epmoe.native.layouts import constant, place, struct
 
-# What kernels that had not ended at a release may still write.
-_written_to: list[object] = []
-# Seconds in which a host asks for a word without a pause. Later the wait may take milliseconds
-# longer, and notices a GPU that has failed.
+# Exchanges that were released while their kernels had not ended. They are kept for the life of the
+# process, since the kernels may still write into their memory.
+_still_written: list[object] = []
+# For so many seconds the host asks for a word of a kernel without a pause. Afterwards it waits for
+# the device: that may take milliseconds longer, but notices a GPU that has failed.
 _SPIN_S = 1.0
 _Result = TypeVar("_Result")
 
 
 class OwedSkip(NamedTuple):
-    """A round that this rank gives up, and that had not begun by then."""
+    """A round that this rank gives up. It had not begun when this rank did so."""
 
     epoch: int
     call: Call
-    """without tokens"""
+    """the call by which this rank takes part, without tokens"""
 
 
 class NodeExchange(Exchange):
-    """An `Exchange` of the ranks of one node, whose config it takes. Its scratch lies at
-    `addresses`, as its window.
+    """The `Exchange` of the ranks of one node.
 
-    `plan` and `placement` have a rank in each of the `seats`, of which some may be empty.
+    Args:
+        config: the config of this node's exchange.
+        plan: the memory plan of this rank, with a window for each seat.
+        placement: which seat has which expert.
+        window: the windows of all ranks, mapped in this process.
+        global_ranks: the global rank of each rank of the group, for errors.
+        addresses: where scratch is reserved, as the window is.
+        seats: the seats of the group, of which some may have no rank.
+        lobby: where ranks wait for a round to begin; None with `exchange.idle: timeout`.
 
-    `memory` is window and scratch, as the operators take them, and `rows_key` what limits the
-    expert-major rows of a round, as errors name it. Exchanges of one process with equal `layout`
-    take the same CUDA graphs. With a `lobby`, ranks wait there for a round to begin.
+    Attributes:
+        memory: the window and the scratch, in the order in which the operators take them.
+        rows_key: the key of the config that limits the expert-major rows of a round, for errors.
     """
 
-    _released = False  # another exchange may have these addresses
+    # Whether `release` was called: another exchange may have these addresses then.
+    _released = False
 
     def __init__(
         self,
@@ -98,26 +107,30 @@ class NodeExchange(Exchange):
         self._raises_abort = config.exchange.on_abort == "raise"
         self.rows_key = "capacity.max_expert_rows"
 
-        # The buffers, in the window and in scratch.
+        # Set up the buffers in the window and in the scratch.
         self.buffers = Buffers(plan, placement, window, addresses, seats)
         self.memory = self.buffers.memory
         self.views = self.buffers.views
-        # Rows that autograd may keep: each round tells it that they are others now.
+        # Autograd may have saved these rows for a backward pass. Each round overwrites them, and
+        # tells autograd so (`received`). Inference tensors cannot be saved, and have no version to
+        # count.
         self._rows: Tensor | None = self.views["rows"]
         if self._rows.is_inference():
             self._rows = None
-        # An abort allocates nothing, so the memory of its y is there already.
+        # An abort must not allocate. So set memory aside for the y of its combine, which nobody
+        # reads.
         y_bytes = plan.sizes["M"] * plan.sizes["D"] * config.model.torch_dtype.itemsize
         self._unread = self.processor.memory_of_unread_y(self.views["rows"], y_bytes)
 
-        # Where experts move `LiveExperts` writes their tables first.
+        # If experts move, `LiveExperts` writes their tables and lets rounds begin afterwards.
         if not config.placement.live:
             self.buffers.write_copies(placement)
             self.buffers.let_rounds_begin()
 
-        # Words in host memory that the kernels write. Every call reads them, at a hundredth of the
-        # host time that reading a tensor's element takes.
-        self._words = addresses.words()  # keeps them
+        # Kernels report in words of host memory. Every call reads them by ctypes, which takes a
+        # hundredth of the host time that reading an element of a tensor takes. The attribute keeps
+        # the memory alive.
+        self._words = addresses.words()
         words = self._words.data_ptr()
         self.status = struct("Status").from_address(words)
         progress = self.processor.progress_at(words, self.views)
@@ -129,7 +142,7 @@ class NodeExchange(Exchange):
         times = config.exchange
         self.deadlines = Deadlines(times.warmup_timeout_s, times.timeout_s, lambda: rounds.count)
 
-        # What calls of one shape share.
+        # Descriptors and templates are what calls of one shape share.
         zero_gaps = plan.sizes["alignment"] > 1 and config.capacity.gap_rows == "zero"
         self.descriptors = Descriptors(
             plan, words, self.buffers.window_starts, self.deadlines, zero_gaps
@@ -138,23 +151,26 @@ class NodeExchange(Exchange):
             config, self.device, self.views, rounds, self.rank, plan.sizes, self.descriptors
         )
 
-        # Where ranks wait for a round to begin, and a round that this rank gives up once it has.
+        # With a lobby, this rank may owe the other ranks a round: it has given the round up before
+        # the round had begun, and takes part once it has.
         self._lobby = lobby
         self._owed: OwedSkip | None = None
         self._skips_late = self.processor.runs_ahead
 
-        # What the host reads of a device at any time.
+        # Buffers of the device that the host can read at any time.
         self._totals = Totals(self.views, self.processor)
         self._errors = self.processor.peek(self.views["signal.error"])
         self._counts = self.processor.peek(self.views["recv.counts"])
 
-        # Kernels that do not begin.
+        # Checks whether kernels begin.
         watch = self.processor.watch(self.views)
         self.lookout = Lookout(watch, self.status, self.seat, rounds, self.deadlines)
         self._look_at = self.lookout.look_at
 
     @takes_turn
     def dispatch(self, call: Call) -> Dispatched:
+        # With a lobby, first take part in the round that this rank owes, then wait for the new
+        # round to begin.
         lobby = self._lobby
         if lobby is not None:
             self._settle_skip(lobby)
@@ -174,7 +190,7 @@ class NodeExchange(Exchange):
         return self._sent(call)
 
     def _sent(self, call: Call) -> Sent:
-        """The send phase."""
+        """Open a round and run the send phase of dispatch. The caller has its turn already."""
         sent = self.opened(call)
         self.launch(ops.dispatch_send, sent.arguments, SENT)
         return sent
@@ -189,7 +205,8 @@ class NodeExchange(Exchange):
     def combine(
         self, layout: Layout, rows: Tensor, dispatched: Dispatched, out: Tensor | None
     ) -> Tensor:
-        # Asked here first, since `check_open` alone would cost each round two calls more.
+        # The code is read here first: to call `check_open` each time would cost a round two calls
+        # more.
         if self.status.code:
             self.check_open(dispatched)
         call = "combine" if layout == "expert" else "combine_partial"
@@ -216,15 +233,19 @@ class NodeExchange(Exchange):
 
     @takes_turn
     def skip(self, call: Call) -> None:
-        """With a lobby, this rank comes to a round that has not begun, and waits for it before its
-        next one. Where the host runs ahead, it gives the round up then, since kernels of an abort
-        wait for other ranks.
+        """Take part in a round without tokens, and abort it: `ExpertParallel.skip`.
+
+        With a lobby, the round may not have begun. Then this rank says in the lobby that it comes
+        to the round, and remembers that it owes it: before its next round it waits until this one
+        has begun (`_settle_skip`). On the CPU it aborts the round at once all the same. On GPUs it
+        does so only later, since the kernels of an abort wait for the other ranks.
         """
         lobby = self._lobby
         if lobby is None:
             self.abort(self._sent(call))
             return
-        # One round at a time: until it begins, nobody has missed this rank in the next one.
+        # A rank owes at most one round. Until that round has begun, no other rank can come to the
+        # next round and miss this one there.
         owed = self._owed
         if owed is not None and not lobby.has_begun(owed.epoch):
             return
@@ -237,31 +258,42 @@ class NodeExchange(Exchange):
             self.abort(self._sent(call))
 
     def _settle_skip(self, lobby: Lobby) -> None:
-        """Wait until the round that this rank owes, if any, has begun, and give it up if this rank
-        has not.
+        """If this rank owes a round, wait until that round has begun, and take part in it unless
+        this rank has done so already.
         """
         owed = self._owed
         if owed is None:
             return
         self._wait_in(lobby, owed.epoch)
-        # A signal handler may have ended an earlier call of this behind the opening.
+        # The epochs differ if this rank has opened the round already: in `skip` on the CPU, or in
+        # an earlier call of this method that a signal handler has ended.
         if self.rounds.next_epoch() == owed.epoch:
             self._sent(owed.call)
             self._abort(None)
         self._owed = None
 
     def _await_begin(self, lobby: Lobby, sent: Sent) -> None:
-        """Come to a round with tokens, which it begins, or wait until it has begun."""
-        _, _, _, _, num_tokens, num_rows, *_ = sent.arguments
+        """Come to the round in the lobby, and wait until it has begun.
+
+        A rank with tokens begins the round by that, and does not wait.
+        """
+        # The arguments begin with those of `Call.operands`. The last two of these are the number of
+        # tokens on the device, or None, and the number of rows.
+        num_tokens, num_rows = sent.arguments[4:6]
         brings_tokens = num_tokens is not None or num_rows > 0
         lobby.come(sent.epoch, brings_tokens)
         if not brings_tokens:
             self._wait_in(lobby, sent.epoch)
 
     def _wait_in(self, lobby: Lobby, epoch: int) -> None:
-        """Wait until a round has begun, or cannot begin. Then its own waits find out why at once.
+        """Wait in the lobby until a round has begun.
 
-        Python runs signal handlers meanwhile. If these raise, the round has not been opened.
+        It also returns if a rank has died or a failure was reported: the waits in the round itself
+        then raise the error at once. Signal handlers can run during the wait. If one raises, this
+        rank has not opened the round.
+
+        Raises EPStateError if this rank leaves the group meanwhile, and EPTimeoutError if another
+        rank has left, so that the round cannot begin.
         """
         while True:
             has_begun = lobby.wait(epoch)
@@ -269,7 +301,8 @@ class NodeExchange(Exchange):
                 raise EPStateError(
                     f"this rank has left the group while it waited for round {epoch}"
                 )
-            # What this rank's kernels have reported, then other ranks.
+            # Find out why the round does not begin: failures that this rank's kernels have
+            # reported, then deaths and failures of other ranks, then ranks that have left.
             if not has_begun and self.status.code:
                 self.check()
             if has_begun or self.dead() or self.missing():
@@ -279,7 +312,9 @@ class NodeExchange(Exchange):
                 self._raise_left(epoch, left)
 
     def _raise_left(self, epoch: int, ranks: list[int]) -> NoReturn:
-        """Raise for a round that cannot begin. Nothing was sent."""
+        """Raise EPTimeoutError for a round that cannot begin, since `ranks` have left the group.
+        This rank has sent nothing.
+        """
         global_ranks = [self.global_ranks[rank] for rank in ranks]
         why = (
             f"cannot begin: rank(s) {ranks} of the group (global rank(s) {global_ranks}) left the "
@@ -289,7 +324,10 @@ class NodeExchange(Exchange):
         raise EPTimeoutError("dispatch", epoch, ranks, global_ranks, why, then)
 
     def abort_open_round(self) -> None:
-        """It allocates nothing, so it works after any error."""
+        """Close the open round without this rank's rows.
+
+        It allocates nothing, so that it works after any error.
+        """
         self.processor.abort(self.rounds, self.memory, self._unread)
         self.rounds.close()
 
@@ -320,7 +358,9 @@ class NodeExchange(Exchange):
         )
 
     def _calls(self) -> list[Traits]:
-        """What the ranks called in the last round. Nobody can tell while a graph is captured."""
+        """The calls of all ranks in the last round, by rank. The list is empty if nobody can tell,
+        such as while a graph is captured.
+        """
         calls = []
         if not self.processor.captures():
             may_have_extra = self.config.capacity.extra_bytes > 0
@@ -334,8 +374,10 @@ class NodeExchange(Exchange):
             super().poll()
 
     def check_rounds(self) -> None:
-        """Raise overflows and aborts of rounds. Those that it does not raise stay, for an exchange
-        over several nodes.
+        """Raise EPOverflowError or EPAbortedError for rounds that have ended.
+
+        Reports that the config says not to raise stay in the status words. An exchange over several
+        nodes takes them from there by `take_overflow` and `take_aborted`.
         """
         overflow = None
         if self._raises_overflow:
@@ -349,8 +391,10 @@ class NodeExchange(Exchange):
         raise_incomplete(overflow, aborted)
 
     def take_overflow(self) -> EPOverflowError | None:
-        """The error of a round, ended since the last call, that needed more expert-major rows than
-        there are.
+        """Take the report of a round that needed more expert-major rows than there are.
+
+        Returns the error to raise, and erases the report. None if no such round has ended since the
+        last call.
         """
         needed = self.status.needed_rows
         self.status.needed_rows = 0
@@ -359,8 +403,10 @@ class NodeExchange(Exchange):
         return EPOverflowError(needed, self.plan.sizes["max_rows"], key=self.rows_key)
 
     def take_aborted(self) -> tuple[int, int]:
-        """Ranks that have aborted rounds that ended since the last call, as a mask, and the last
-        such round.
+        """Take the reports of rounds that other ranks have aborted, and erase them.
+
+        Returns the ranks that have aborted a round since the last call, as a mask with a bit for
+        each rank, and the epoch of the last such round.
         """
         mask = self.status.aborted
         self.status.aborted = 0
@@ -369,6 +415,7 @@ class NodeExchange(Exchange):
     @property
     def failed(self) -> bool:
         code = self.status.code
+        # A replay of an outdated graph has done nothing, so it does not fail this exchange.
         if not code or code == constant("kOutdated"):
             return False
         return self.processor.runs_ahead or code == constant("kTimeout")
@@ -377,7 +424,7 @@ class NodeExchange(Exchange):
         mask = 0
         if self.status.code == constant("kTimeout"):
             mask = self.status.missing
-        # What other ranks have reported. A GPU that has failed tells nothing.
+        # Add what other ranks have reported. A GPU that has failed cannot be read: RuntimeError.
         with suppress(RuntimeError):
             for errors in self._errors.read_within(LONG_S) or ():
                 for reported in errors.tolist():
@@ -395,24 +442,30 @@ class NodeExchange(Exchange):
             self.report("signal.error", 1 << self.seat)
 
     def streams(self) -> list[torch.cuda.Stream]:
-        """Those of the rounds so far, the current one first; none where there are no streams."""
+        """The streams on which rounds may have been launched, the current stream first. The list is
+        empty on a device without streams.
+        """
         return self.processor.streams(self.rounds.last_stream)
 
     @property
     def latched(self) -> Tensor:
-        """int32 [1] on the device, not 0 once a wait, on GPUs a round, has failed."""
-        at = place("RoundState", "latched")
-        return self.views["state"][at : at + 1]
+        """A flag on the device, int32 [1]. It is not 0 once this exchange has failed: after a wait
+        that has failed, and on GPUs after any round that has.
+        """
+        index = place("RoundState", "latched")
+        return self.views["state"][index : index + 1]
 
     def report(self, buffer: str, value: int) -> None:
-        """Store a word into this rank's place in a buffer of every window. Waits for no rank."""
+        """Store a word into the windows of all ranks, at this rank's place in a buffer. It waits
+        for no rank.
+        """
         self.window.store(self.plan[buffer].offset + 8 * self.seat, value)
 
     def health(self, wait: bool) -> Health:
         if wait:
             self.processor.finish_stream()
         counts = self._totals.read()
-        # The kernels count by seat.
+        # Kernels count by seat. Users know ranks.
         by_rank = self.seats.by_rank
         return replace(
             counts,
@@ -422,20 +475,24 @@ class NodeExchange(Exchange):
         )
 
     def release(self, close: Callable[[], None] = lambda: None) -> None:
-        """Release windows and scratch. `close` ends everything besides kernels that may write into
-        windows, before they are unmapped.
+        """Release the windows and the scratch.
 
-        What kernels may still write lives as long as the process, together with `close` and what it
-        belongs to. Windows that another thread's call may still use stay mapped until that has
-        ended.
+        `close` is called before they are unmapped. It must end everything, besides kernels, that
+        may still write into windows.
+
+        If kernels do not end, the memory stays mapped for the life of the process, and `close` and
+        the objects behind it stay alive, too. If another thread is in a call, the memory stays
+        mapped as long as that call uses it.
         """
-        # Nobody writes any more: no watch, no kernel, and nothing that `close` ends.
+        # End everything that writes into the memory: the watch over processes, kernels, and
+        # whatever `close` ends.
         self._released = True
         if self._lobby is not None:
             self._lobby.leave()
         self.window.deaths.close()
         ended = False
-        # Where the GPU or a round has failed, its kernels end by themselves.
+        # RuntimeError: the GPU or a round has failed. Kernels then end by themselves, but nobody
+        # can tell when.
         with suppress(RuntimeError):
             ended = self.processor.ends(self.deadlines.wait_s())
         close()
@@ -447,20 +504,22 @@ class NodeExchange(Exchange):
                 if self.thread not in (0, caller):
                     self._addresses.abandon()
                     return
-                self.thread = caller  # no other one gets in any more
+                # No other thread gets into a call from here on, since this one never leaves.
+                self.thread = caller
                 number = self._addresses.left.add(self.plan.sizes)
                 self.processor.turn_replays_away(self.views["state"], number)
                 self.window.places.unmap()
                 return
         # Kernels may still write, for as long as this process lives.
-        _written_to.append((self, close))
+        _still_written.append((self, close))
         self._addresses.abandon()
 
     def has_more_rounds(self) -> bool:
         if self.processor.runs_ahead:
             self._await_word_of_kernel()
         elif self.rounds.has_more_rounds is None:
-            # Wait until every rank has closed the last round.
+            # The answer is not known yet. It is once every rank has closed the last round, for
+            # which the receive phase of combine waits.
             arguments = torch.empty(0, 0, device="cpu"), None, *self.memory, self.descriptors.any()
             ops.combine_recv(*arguments)
             self._wait_on(ops.combine_recv, arguments, CLOSED)
@@ -468,8 +527,8 @@ class NodeExchange(Exchange):
         return bool(self.rounds.has_more_rounds)
 
     def _await_word_of_kernel(self) -> None:
-        """Wait until the kernel of dispatch has written whether ranks have more rounds."""
-        # The word usually comes at once.
+        """Wait until the kernel of dispatch has told the host whether any rank has more rounds."""
+        # The word usually comes at once, so ask for it without a pause first.
         spin_until = monotonic() + _SPIN_S
         while self.rounds.has_more_rounds is None and monotonic() < spin_until:
             self.check()
@@ -479,7 +538,10 @@ class NodeExchange(Exchange):
             self.check()
 
     def opened(self, call: Call) -> Sent:
-        """Check a call and give it a round, whose first operator opens it."""
+        """Check a call, and prepare a round for it.
+
+        Returns the handle of the round. The operator that the caller launches next opens the round.
+        """
         if self.status.code:
             self.check()
         if self._lobby is not None and self.processor.captures():
@@ -490,12 +552,12 @@ class NodeExchange(Exchange):
         rounds = self.rounds
         epoch = rounds.next_epoch()
 
-        # The checks of the call, which are few where an earlier one had its shape.
+        # Check the call. If an earlier call had the same shape, few checks are left.
         template, T = self.templates.of(call)
         if template.shape.extra is not None:
             call = self.templates.with_extra(call, template.shape.extra)
 
-        # What the operators of dispatch take.
+        # Collect the arguments of the operators of dispatch.
         arguments = *call.operands(T, self.device), *self.memory, template.descriptor
         sent = Sent(template, T, epoch, template.descriptor, arguments, rounds.most_tokens)
         return rounds.open(sent, call.tag)
@@ -510,12 +572,14 @@ class NodeExchange(Exchange):
         return super().sending(has_more, call)
 
     def received(self, sent: Sent) -> Dispatched:
-        """The handle in state DISPATCHED. Raises EPTimeoutError, or EPMismatchError as
-        `check_open`.
+        """Return the handle of the round once dispatch has received, in state DISPATCHED.
+
+        Raises the failures that were reported so far, as `check_open` does.
         """
         dispatched = self.rounds.receive(sent)
         if self._rows is not None and torch.is_grad_enabled():
-            # A backward pass that needs rows of an earlier round raises then.
+            # The rows have new values. A backward pass that needs those of an earlier round now
+            # raises.
             increment_version(self._rows)
         if self.status.code:
             self.check_open(dispatched)
@@ -529,8 +593,10 @@ class NodeExchange(Exchange):
         out: Tensor | None,
         state: int,
     ) -> Tensor:
-        """Call an operator that sends rows back and leads to `state`. Returns y, which combine_send
-        leaves unwritten.
+        """Check the rows of the experts, and launch `operator`, which sends them back.
+
+        The operator is that of combine or of combine_send, and leads the round to `state`. Returns
+        the output y. After combine_send nothing is written into it yet.
         """
         y = y_of(dispatched, out, self.device)
         checked = output_rows(rows, dispatched, self.plan, self.processor)
@@ -539,9 +605,12 @@ class NodeExchange(Exchange):
         return y
 
     def _closed(self, y: Tensor) -> Tensor:
-        """In state CLOSED, after the operator; returns y. Raises what `poll` does."""
+        """End a round whose last operator has been launched. Returns y.
+
+        Raises the errors of `poll`.
+        """
         self.rounds.close()
-        # Asked here first, since `poll` alone would cost each round a call more.
+        # The words are read here first: to call `poll` each time would cost a round one call more.
         words = self.status
         if words.code or words.needed_rows or words.aborted:
             self.poll()
@@ -554,38 +623,42 @@ class NodeExchange(Exchange):
         state: int,
         again: Callable[[Any], tuple[OpOverload, tuple[Any, ...]]] | None = None,
     ) -> Any:
-        """Call an operator that leads the round to `state`. If a signal has interrupted it, wait
-        for the rest. Returns what the operator returns; `again` makes of that the operator and
-        arguments of the wait, by default the same ones.
+        """Call an operator that leads the round to `state`, and return its result.
+
+        On the CPU a signal may interrupt the operator. Then it is called again until the round is
+        in `state`. By default the later calls have the same operator and arguments. With `again`
+        they have those that `again` returns for the result of the first call.
         """
         if monotonic() >= self._look_at["launch"]:
             self.lookout.look(launches=True)
             if self.status.code:
                 self.check()
-        found = operator(*arguments)
+        result = operator(*arguments)
         if self.rounds.state != state:
             if again is not None:
-                operator, arguments = again(found)
+                operator, arguments = again(result)
             self._wait_on(operator, arguments, state)
-        return found
+        return result
 
     def _wait_on(self, operator: OpOverload, arguments: tuple[Any, ...], state: int) -> None:
-        """Wait for the rest of an operator that should have led the round to `state` and has not.
+        """Call an operator again until it has led the round to `state`.
 
         On the CPU an operator interrupts its wait when a signal arrives, and at least every 100 ms,
-        so that Python can run its signal handlers. If these raise, the round stays where it is.
-        Otherwise it waits further, until the same deadline.
+        so that Python can run its signal handlers. If a handler raises, the round stays in the
+        state that it has. Otherwise the operator is called again, and waits until the same
+        deadline.
 
-        Raises EPTimeoutError if dispatch waited in vain for ranks to end a round that this rank has
-        aborted.
+        Raises EPStateError if this rank has left the group meanwhile. Raises EPTimeoutError if
+        dispatch has waited in vain for ranks to end a round that this rank has aborted.
         """
         rounds = self.rounds
         progress = rounds.progress
         receive = ops.dispatch_recv if state == DISPATCHED else ops.combine_recv
         try:
-            # The operator has returned so that Python can run signal handlers.
+            # A deadline that is not 0 says: the operator has returned only for signal handlers.
             while progress.deadline_ns and not self._released:
-                # In an odd phase it has sent already, and only receives.
+                # The number of phases is odd if the send phase has ended. Only receiving is left
+                # then.
                 has_sent = progress.phases & 1
                 if has_sent:
                     receive(*arguments)

@@ -1,4 +1,4 @@
-"""A round from its opening to its end: the states, and the calls that each state permits.
+"""The states of a round from its opening to its end, and the calls that each state permits.
 
     state       handle      permitted calls and the state after them
     CLOSED      none        dispatch_send → SENT; dispatch → DISPATCHED
@@ -10,13 +10,13 @@
 its rounds use the same window. After an `EPTimeoutError`, on GPUs also after an `EPMismatchError`
 or `EPOrderError`, the round stays where it is: the exchange can only be resumed or closed.
 
-A round has four phases, and the state is the count of phases that have ended, modulo four. The
-operators of a node count by themselves. A call may end by an exception anywhere, also by one that a
-signal handler raises right behind the operator. The count is right then, too: an operator that
-raises before it sends leaves the round unopened, and the call may be repeated.
+A round has four phases, and the state is the number of phases that have ended, modulo four. The
+operators themselves count the phases. A call may end by an exception anywhere, and a signal handler
+may raise right behind an operator. The count is right in these cases, too. An operator that raises
+before it sends leaves the round unopened, so the call may be repeated.
 
-Every round calls these methods, so they look at Python attributes and words of the host only, never
-at a tensor.
+Every round calls these methods. To be fast they read only Python attributes and words of host
+memory, never a tensor.
 """
 
 from __future__ import annotations
@@ -46,47 +46,54 @@ PERMITTED = (
 
 @dataclass(slots=True, weakref_slot=True)
 class RoundState:
-    """The rounds of one exchange. The last one may be open. Only exchanges and operators
-    change it.
+    """The state of an exchange's rounds, of which the last one may be open.
+
+    Only exchanges and operators change it.
     """
 
     progress: Structure  # `Progress` of csrc/plan.h in host memory, which the operators write, too
-    handle: Sent | Dispatched | None = None  # that the last call of the open round returned
-    y: Tensor | None = None  # of the open round, from combine_send to combine_recv
-    opener: int = 0  # the thread that opened the last round
-    # Of the last round, also where a signal handler has ended it, or unmapped the window.
+    # What the last call of the open round has returned; None if no round is open.
+    handle: Sent | Dispatched | None = None
+    # The output of the open round, between combine_send and combine_recv.
+    y: Tensor | None = None
+    opener: int = 0  # the identifier of the thread that has opened the last round
+    # The epoch of the last round. It stays right if a signal handler has ended the round, or has
+    # unmapped the window.
     epoch: int = 0
-    template: RoundTemplate | None = None  # of the last round, for `skip`
-    most_tokens: int | None = None  # of `at_most`: no rank brings more to rounds that open now
-    trained: int = 0  # forward rounds of training so far whose backward rounds run here
-    # By thread, the last round for which a call of it was refused, since another thread had this
-    # round.
+    template: RoundTemplate | None = None  # the template of the last round, for `skip`
+    # No rank brings more tokens than this to rounds that open now; None: `at_most` was not called.
+    most_tokens: int | None = None
+    trained: int = 0  # how many forward rounds of training have their backward rounds here
+    # By thread, the last round for which a call of this thread was refused, since another thread
+    # had the round.
     refused: dict[int, int] = field(default_factory=dict)
 
     @property
     def state(self) -> int:
-        """CLOSED if no round is open, otherwise how far the open round has come."""
+        """The state of the last round: CLOSED, or how far the open round has come."""
         return self.progress.phases & 3
 
     @property
     def count(self) -> int:
-        """Rounds opened so far: the epoch of the last one."""
-        return -(-self.progress.phases // _PHASES)  # an open round counts
+        """How many rounds were opened so far. That is also the epoch of the last round."""
+        # Rounded up, so that an open round counts.
+        return -(-self.progress.phases // _PHASES)
 
     @property
     def phases(self) -> int:
+        """How many phases have ended, in all rounds so far."""
         return self.progress.phases
 
     @property
     def sent(self) -> Sent:
-        """The first handle of the open round."""
+        """The handle that dispatch has made for the open round."""
         handle = self.handle
         assert handle is not None
         return _sent_of(handle)
 
     def next_epoch(self) -> int:
-        """Find the epoch of a round that a call is about to open. Raises EPStateError if a round is
-        open.
+        """The epoch of the round that a call is about to open. Raises EPStateError if a round is
+        still open.
         """
         phases = self.progress.phases
         epoch: int = phases // _PHASES + 1
@@ -98,8 +105,10 @@ class RoundState:
         return epoch
 
     def open(self, sent: Sent, tag: int) -> Sent:
-        """A new round, which the operator, or `advance`, opens. Until then another call may take
-        its place.
+        """Note a new round, and return its handle `sent`.
+
+        The round is open only once its first operator, or `advance`, has counted a phase. If no
+        operator runs, the next call simply notes another round in its place.
         """
         self.y = None
         self.opener = get_ident()
@@ -110,61 +119,73 @@ class RoundState:
         return sent
 
     def advance(self) -> None:
-        """A phase has ended, where no operator counts it."""
+        """Count a phase that has ended. Only exchanges whose operators do not count call it."""
         self.progress.phases += 1
 
     def receive(self, sent: Sent) -> Dispatched:
-        """The handle of the round from state DISPATCHED on."""
-        sent.arguments = ()  # the caller's tensors need not live any longer
+        """Make the handle that the round has from state DISPATCHED on."""
+        # Let go of the caller's tensors, which need not live any longer.
+        sent.arguments = ()
         self.handle = dispatched = Dispatched(sent)
         return dispatched
 
     def close(self) -> None:
-        """Any state → CLOSED; behind an operator that has closed the round, it drops what the round
-        kept.
+        """Close the round, in any state. The round drops its handle and its output.
+
+        After the last operator of a round no phase is left, and only the rest is done.
         """
+        # The phases that are left until the next multiple of four.
         due = -self.progress.phases & 3
         if due:
             self.progress.phases += due
         self.handle = self.y = None
 
     def permit(self, handle: Sent | Dispatched, call: str, name: str = "dispatched") -> None:
-        """Raise EPStateError, or TypeError for what is no handle, unless `handle`, the caller's
-        argument `name`, is that of the open round and the round permits `call`.
+        """Check that a call may come now: `handle` is that of the open round, and the state of the
+        round permits the call.
+
+        `name` is what the caller names the argument with the handle. Raises EPStateError, or
+        TypeError for a value that is no handle.
         """
         if self.handle is not handle or call not in PERMITTED[self.progress.phases & 3]:
             self.refuse(handle, call, name)
 
     def opened_after(self, epoch: int) -> int:
-        """Rounds after `epoch`, if this thread has opened the last one, else 0."""
+        """How many rounds were opened after `epoch`. It is 0 if another thread has opened the last
+        one.
+        """
         if self.opener != get_ident():
             return 0
         return self.count - epoch
 
     def turn_away(self, thread: int) -> None:
-        """A call of a thread is refused because of the round that is open or about to be opened."""
+        """Note that a call of this thread is refused, because another thread has the round that is
+        open or is about to open one.
+        """
         last = self.count
         if self.state == CLOSED:
             last += 1
         self.refused[thread] = last
 
     def is_of_another(self) -> bool:
-        """Whether a call of this thread was refused for the last round, which another living thread
-        has opened.
+        """Whether the last round belongs to another thread, as far as the current one is concerned.
+
+        That is so if a call of the current thread was refused because of the round, and the thread
+        that has opened the round still lives. The current thread must not abort such a round.
         """
         caller = get_ident()
         was_refused = self.refused.get(caller, -1) >= self.count
         if not was_refused or self.opener in (0, caller):
             return False
-        # A thread that has ended leaves its round to the next one that calls.
+        # If the opener has ended, the round belongs to the next thread that calls.
         return any(thread.ident == self.opener for thread in all_threads())
 
     @property
     def last_stream(self) -> int | None:
-        """The handle of the GPU's stream of the last launch, also of one into a graph; None before
-        the first.
+        """The handle of the GPU's stream on which a kernel was last launched, or captured into a
+        graph. None before the first launch.
         """
-        # 1 + the handle, since the default stream is 0.
+        # The word is 1 + the handle, since the default stream has the handle 0.
         number = self.progress.last_stream
         if not number:
             return None
@@ -172,17 +193,18 @@ class RoundState:
 
     @property
     def has_more_rounds(self) -> bool | None:
-        """Whether any rank has more rounds after the last one, in which all sent it; None: not
-        known yet.
+        """Whether any rank has more rounds after the last one; None if this is not known yet.
+
+        It becomes known only if all ranks have said it in that round (`Exchange.sending`).
         """
-        # The epoch of a round, and in the lowest bit the answer of its ranks.
+        # One word has both: the epoch of a round, and in the lowest bit the answer.
         epoch, has_more = divmod(self.progress.has_more_rounds, 2)
         if epoch != self.count:
             return None
         return bool(has_more)
 
     def describe(self, epoch: int) -> str:
-        """What `repr` says of a round of this exchange."""
+        """Say which call a round of this exchange awaits, for `repr`."""
         if self.state == CLOSED or epoch != self.count:
             return f"round {epoch} closed"
         return f"round {epoch} awaits {self._permitted()}"
@@ -191,7 +213,7 @@ class RoundState:
         return " or ".join(PERMITTED[self.state])
 
     def refuse(self, handle: Sent | Dispatched, call: str, name: str) -> NoReturn:
-        """Raise the error for a call that `permit` does not permit, in the words of users."""
+        """Raise the error that tells the user why `permit` does not permit a call."""
         opening = "dispatch_send" if call == "dispatch_recv" else "dispatch"
 
         # No handle at all.
@@ -226,7 +248,7 @@ class RoundState:
 
 
 def _sent_of(handle: Sent | Dispatched) -> Sent:
-    """The first handle of a round."""
+    """The handle that dispatch has made for the round of `handle`."""
     if isinstance(handle, Dispatched):
         return handle.sent
     return handle

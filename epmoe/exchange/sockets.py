@@ -1,6 +1,8 @@
-"""File descriptors that processes of one user pass on over abstract Unix sockets.
+"""Passes file descriptors between processes of one user, over abstract Unix sockets.
 
-The ranks of a group share those of their windows, and a `Handout` gives its own to whoever asks.
+`Handout` is the server: it gives its descriptors to every process of the user that asks. The ranks
+of a group use it to share the descriptors of their windows (`share_descriptors`). Other processes
+fetch a single descriptor by its number (`fetch_descriptor`).
 """
 
 from __future__ import annotations
@@ -23,26 +25,36 @@ from epmoe.group.peers import Peers
 from epmoe.group.waiting import start_thread
 
 SOCKET_TIMEOUT_S = 60.0
-_BACKLOG = 64  # connections on their way to a `Handout`
-_SHORTAGE_S = 0.01  # until it looks again whether this process may open more files
+_BACKLOG = 64  # connections that may wait in the queue of a `Handout`
+_SHORTAGE_S = 0.01  # how long a `Handout` waits when this process may open no more files for now
+# Errors that say so.
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 MOST_DESCRIPTORS = 253
-"""of a `Handout`, since Linux sends no more in one message"""
-_WINDOW, _PROCESS = range(2)  # numbers of what a rank gives to the others
+"""How many descriptors a `Handout` may have. Linux sends no more in one message."""
+# The numbers of the descriptors that a rank gives to the other ranks of its group.
+_WINDOW, _PROCESS = range(2)
 
 
 @contextlib.contextmanager
 def share_descriptors(window: int, peers: Peers) -> Iterator[tuple[list[int], dict[int, int]]]:
-    """Give every rank's file descriptors to all ranks. Collective, in a step of `Peers.together`.
+    """A context in which this rank has the file descriptors of all ranks' windows.
 
-    `window` is the descriptor of this rank's window. Gives those of all windows, and by rank those
-    of the other ranks' processes, where they could give one. The caller closes its own, and those
-    of processes where nothing has failed. Before the context ends the ranks wait for one another:
-    some may yet ask at this rank's socket.
+    Every rank enters it, in a step of `Peers.together`. Within the context, ranks must wait for one
+    another before any of them leaves it: a rank may still ask at this rank's socket.
 
-    Raises RuntimeError if the ranks are on several machines or cannot reach one another's
-    sockets, may not open enough files, or a rank has ended, and TimeoutError if a rank did not
-    answer.
+    Args:
+        window: the descriptor of this rank's window. The caller closes it.
+        peers: the ranks of the group.
+
+    Yields:
+        The descriptors of all windows by rank, which are closed at the end of the context. By rank,
+        the descriptors of the other ranks' processes, of those that could give one. The caller
+        closes these, unless the context ends by an exception.
+
+    Raises:
+        RuntimeError: the ranks are on several machines, cannot reach one another's sockets or may
+            not open enough files, or a rank has ended.
+        TimeoutError: a rank did not answer.
     """
     rank = peers.rank
     size = peers.size
@@ -56,7 +68,7 @@ def share_descriptors(window: int, peers: Peers) -> Iterator[tuple[list[int], di
         contextlib.ExitStack() as stack,
         contextlib.ExitStack() as undo,
     ):
-        # Offer the own ones, and tell where.
+        # Offer this rank's descriptors, and tell the other ranks the name of the socket.
         for number, descriptor in enumerate([os.dup(window), *this_process()]):
             handout.keep(number, descriptor)
         machine = Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -67,8 +79,8 @@ def share_descriptors(window: int, peers: Peers) -> Iterator[tuple[list[int], di
                 "ranks of one machine"
             )
 
-        # Connect to all others, and wait until all have reached all: a rank that fails later cuts
-        # off nobody who still connects.
+        # Connect to all other ranks, and wait until every rank has done so. A rank that fails later
+        # closes its socket, and by then nobody needs to connect to it.
         deadline = time.monotonic() + timeout_s
         problems = {}
         connections = {}
@@ -81,7 +93,8 @@ def share_descriptors(window: int, peers: Peers) -> Iterator[tuple[list[int], di
             connections[peer] = stack.enter_context(connected)
         peers.all_gather(None)
 
-        # Take what they give. Windows are closed in the end, processes after a failure.
+        # Receive the descriptors. Those of windows are closed at the end of the context, and those
+        # of processes only after a failure.
         windows = {rank: window}
         processes = {}
         for peer, connection in connections.items():
@@ -93,64 +106,79 @@ def share_descriptors(window: int, peers: Peers) -> Iterator[tuple[list[int], di
                 else:
                     stack.callback(os.close, descriptor)
                     windows[peer] = descriptor
-            # Without the descriptor of a process, its end would be seen at a deadline only.
+            # A descriptor was lost, or the window's never came. Even a lost descriptor of a process
+            # is an error: without it this rank would see the end of the process only at a deadline.
             if received.lost or peer not in windows:
                 raise RuntimeError(
                     f"{problems[peer]}: it has closed it, or `ulimit -n` is too low here"
                 )
         yield [windows[peer] for peer in range(size)], processes
+        # Nothing has failed: the caller keeps the descriptors of processes.
         undo.pop_all()
 
 
 class Handout:
-    """Gives descriptors by number to this user's processes that ask at its abstract socket, by
-    `fetch_descriptor`.
+    """A server that gives numbered descriptors to other processes of this user.
 
-    `close` ends it, as the end of this object does. A forked child has no part in it: its copies of
-    the socket and of the descriptors are closed, or they would outlive the process that answers.
+    A thread answers at an abstract socket, whose `name` the other processes must know. The server
+    ends by `close`, or when this object is gone.
+
+    A forked child does not serve. Its copies of the socket and of the descriptors are closed at the
+    fork, since they would otherwise outlive the process that answers.
     """
 
     def __init__(self) -> None:
-        self.name = f"\0epmoe-{secrets.token_hex(16)}"  # an abstract one leaves no file
+        # The leading zero byte makes it an abstract socket, which leaves no file behind.
+        self.name = f"\0epmoe-{secrets.token_hex(16)}"
         self._kept = dict[int, int]()
         self._lock = Lock()
         stack = contextlib.ExitStack()
         stack.callback(_close_all, self._kept)
-        self._listener = stack.enter_context(_handing_out(self.name, self._kept, self._lock))
+        self._listener = stack.enter_context(_serve_descriptors(self.name, self._kept, self._lock))
         self.close = weakref.finalize(self, stack.close)
         self.close.atexit = False
         _open.add(self)
 
     def disown(self) -> None:
-        """In a forked child: close its copies. Its only thread waits for no lock of another one."""
+        """Close the copies of the socket and of the descriptors, in a forked child.
+
+        It takes no lock: the child has one thread only, and a lock that another thread of the
+        parent held at the fork is never released in the child.
+        """
         self._listener.close()
         _close_all(self._kept)
 
     def keep(self, number: int, descriptor: int) -> None:
-        """Give a descriptor, in place of the last one of this number, and close it in the end."""
+        """Take over a descriptor, and give it under this number from now on.
+
+        An earlier descriptor of the same number is closed. The server closes its descriptors at its
+        end.
+        """
         with self._lock:
             if number in self._kept:
                 os.close(self._kept.pop(number))
             self._kept[number] = descriptor
 
     def drop(self, most: int) -> None:
-        """Keep the `most` largest numbers at most."""
+        """Drop descriptors with small numbers, until at most `most` are left."""
         with self._lock:
             too_many = max(len(self._kept) - most, 0)
             for number in sorted(self._kept)[:too_many]:
                 os.close(self._kept.pop(number))
 
     def drop_others(self, numbers: set[int]) -> None:
-        """Keep none but these numbers."""
+        """Drop all descriptors but those of these numbers."""
         with self._lock:
             for number in self._kept.keys() - numbers:
                 os.close(self._kept.pop(number))
 
 
+# All servers of this process that were not collected yet.
 _open = weakref.WeakSet[Handout]()
 
 
 def _disown_all() -> None:
+    """Close all copies in a forked child. Python calls it there after each fork."""
     for handout in list(_open):
         handout.disown()
 
@@ -159,35 +187,38 @@ os.register_at_fork(after_in_child=_disown_all)
 
 
 def fetch_descriptor(name: str, number: int, what: str) -> int:
-    """Fetch a descriptor of a `Handout`. The caller closes it.
+    """Fetch the descriptor of this number from the `Handout` of this name. The caller closes it.
 
-    Raises RuntimeError, which begins with `what`, where it is not there, and TimeoutError where
-    nobody answers.
+    `what` is the beginning of each error's text. Raises RuntimeError if the server or the
+    descriptor is not there any more, and TimeoutError if the server does not answer.
     """
     deadline = time.monotonic() + SOCKET_TIMEOUT_S
     with _connected(name, what, deadline) as connection:
-        kept = _received(connection, what, deadline)
-    found = kept.descriptors.pop(number, None)
-    _close(kept.descriptors.values())
-    if found is None:
+        received = _received(connection, what, deadline)
+    # The server sends all its descriptors: keep the one that was asked for, and close the others.
+    descriptor = received.descriptors.pop(number, None)
+    _close(received.descriptors.values())
+    if descriptor is None:
         raise RuntimeError(
             f"{what}: its process does not keep it any more (or `ulimit -n` is too low here)"
         )
-    return found
+    return descriptor
 
 
 class _Received(NamedTuple):
-    """What a `Handout` keeps."""
+    """The descriptors that a `Handout` has sent."""
 
     descriptors: dict[int, int]
-    """by number"""
+    """those that have arrived, by number"""
     lost: list[int]
-    """numbers of others, for which this process may not open more files"""
+    """the numbers of those that were lost, since this process may not open more files"""
 
 
 def _received(connection: socket.socket, what: str, deadline: float) -> _Received:
-    """Read all that a `Handout` has sent. This process may have no room to open some of it. Raises
-    TimeoutError, which begins with `what`.
+    """Read the message of a `Handout`, with all its descriptors.
+
+    Linux drops descriptors if this process may not open more files. Raises TimeoutError, whose text
+    begins with `what`, if no message comes before the deadline.
     """
     _set_deadline(connection, deadline)
     try:
@@ -196,7 +227,8 @@ def _received(connection: socket.socket, what: str, deadline: float) -> _Receive
         )
     except TimeoutError:
         raise TimeoutError(f"{what}: its process does not answer") from None
-    # The message has the number of each descriptor, in their order: int64 words.
+    # The message is the numbers of the descriptors as int64 words, in the order of the descriptors.
+    # If some were dropped, they are the last ones.
     numbers = struct.unpack(f"{len(message) // 8}q", message)
     arrived = len(descriptors)
     by_number = dict(zip(numbers[:arrived], descriptors, strict=True))
@@ -204,7 +236,7 @@ def _received(connection: socket.socket, what: str, deadline: float) -> _Receive
 
 
 class _Server:
-    """Answers connections to a socket with all descriptors that are kept."""
+    """The loop of a `Handout`'s thread: it sends all descriptors to each process that connects."""
 
     def __init__(self, listener: socket.socket, kept: dict[int, int], lock: Lock) -> None:
         self._listener = listener
@@ -224,7 +256,7 @@ class _Server:
                     return
                 time.sleep(_SHORTAGE_S)
                 continue
-            # OSError: the process that has asked has left.
+            # OSError means that the process that has asked is gone.
             with connection, self._lock, contextlib.suppress(OSError):
                 if _user_of(connection) == os.getuid():
                     numbers = struct.pack(f"{len(self._kept)}q", *self._kept)
@@ -232,12 +264,11 @@ class _Server:
 
 
 @contextlib.contextmanager
-def _handing_out(name: str, kept: dict[int, int], lock: Lock) -> Iterator[socket.socket]:
-    """Send all that is kept to each of this user's processes that connects to an abstract socket,
-    on a thread. Yields the socket.
+def _serve_descriptors(name: str, kept: dict[int, int], lock: Lock) -> Iterator[socket.socket]:
+    """A context in which a thread serves the descriptors `kept` at an abstract socket.
 
-    It takes every connection at once: other users can connect, too, and must not fill the socket's
-    queue.
+    The thread accepts every connection at once, whoever connects: processes of other users can
+    connect, too, and must not fill the socket's queue. They get no descriptors. Yields the socket.
     """
 
     owner = os.getpid()
@@ -250,19 +281,20 @@ def _handing_out(name: str, kept: dict[int, int], lock: Lock) -> Iterator[socket
             start_thread(thread)
             yield listener
         finally:
-            # A fork has closed its copy, and leaves this one open.
+            # A forked child must not shut the socket down, since the parent still uses it.
             if os.getpid() == owner:
                 server.ended = True
                 listener.shutdown(socket.SHUT_RDWR)
-                # A signal handler may have raised before the thread had started.
+                # The thread is not alive if a signal handler has raised before it started.
                 if thread.is_alive():
                     thread.join()
 
 
 @contextlib.contextmanager
 def _connected(name: str, what: str, deadline: float) -> Iterator[socket.socket]:
-    """Connect to an abstract socket. Raises RuntimeError, which begins with `what`, if nobody
-    answers there.
+    """A context with a connection to an abstract socket of another process of this user.
+
+    Raises RuntimeError, whose text begins with `what`, if no such process listens there.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         _set_deadline(connection, deadline)
@@ -271,7 +303,7 @@ def _connected(name: str, what: str, deadline: float) -> Iterator[socket.socket]
                 connection.connect(name)
                 break
             except BlockingIOError as error:
-                # Its queue is full, which its process empties.
+                # The queue of the socket is full. Its process empties the queue, so try again.
                 if time.monotonic() > deadline:
                     raise RuntimeError(
                         f"{what}: other processes of this machine connect to it all the time"
@@ -282,31 +314,34 @@ def _connected(name: str, what: str, deadline: float) -> Iterator[socket.socket]
                     f"{what} ({error}): its process has closed it, or is in a container with "
                     "another network namespace"
                 ) from error
-        # Every user can take the name of a process that has ended.
+        # Refuse another user's process, which may have taken the name after the end of ours.
         if _user_of(connection) != os.getuid():
             raise RuntimeError(f"{what}: another user answers at the socket of its process")
         yield connection
 
 
 def _close(descriptors: Iterable[int]) -> None:
+    """Close these descriptors."""
     for descriptor in descriptors:
         os.close(descriptor)
 
 
 def _close_all(kept: dict[int, int]) -> None:
+    """Close all descriptors of a `Handout`, and remove them."""
     while kept:
         os.close(kept.popitem()[1])
 
 
 def _set_deadline(connection: socket.socket, deadline: float) -> None:
-    """Let the next call raise TimeoutError once `deadline` has passed. A timeout of 0 would not
-    wait at all.
+    """Make the next call on the connection raise TimeoutError once `deadline` has passed.
+
+    The timeout is at least 1 ms, since a timeout of 0 would switch waiting off.
     """
     connection.settimeout(max(deadline - time.monotonic(), 1e-3))
 
 
 def _user_of(connection: socket.socket) -> int:
-    """The number of the user whose process is at the other end."""
+    """The numeric id of the user whose process is at the other end of a connection."""
     nbytes = struct.calcsize("3i")
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, nbytes)
     _process, user, _group = struct.unpack("3i", credentials)

@@ -1,5 +1,7 @@
-"""The checks of a call of dispatch. Calls with the `RoundTemplate` of an earlier one need only a
-few of them.
+"""Checks the calls of dispatch, and keeps a `RoundTemplate` for each shape of calls.
+
+The first call of a shape is checked in full. Later calls of the same shape need only a few
+comparisons.
 """
 
 from __future__ import annotations
@@ -32,10 +34,18 @@ from epmoe.native.layouts import constant
 
 
 class Templates:
-    """The kinds of calls that one exchange has taken so far, by the values that rounds of a
-    template share.
+    """The templates of the calls that one exchange has taken so far, by the shape of the call.
 
-    Every call asks `of`, which therefore reads no more attributes than it needs.
+    Every round calls `of`, so this method reads no more attributes than it needs.
+
+    Args:
+        config: the config of the exchange.
+        device: where the tensors of calls must be.
+        views: the buffers of the exchange by name.
+        rounds: the state of its rounds, of which a template keeps a weak reference.
+        rank: this rank.
+        sizes: the sizes of the memory plan.
+        descriptors: makes the descriptors of rounds; None over several nodes.
     """
 
     def __init__(
@@ -48,7 +58,7 @@ class Templates:
         sizes: dict[str, int],
         descriptors: Descriptors | None,
     ) -> None:
-        # Templates are made of these.
+        # What `_new` needs to make a template.
         self._config = config
         self._device = device
         self._views = views
@@ -57,27 +67,29 @@ class Templates:
         self._sizes = sizes
         self._descriptors = descriptors
         self._always_aligned = config.capacity.alignment is not None
-        # Tags are numbers of layers where experts of layers move.
+        # If experts move, a tag is the number of a layer, counted from 1. Otherwise any tag will
+        # do.
         self._first_tag = 0
         self._last_tag = constant("kMaxTag")
         if config.placement.live:
             self._first_tag = 1
             self._last_tag = config.placement.layers
-        # `of` compares calls with these.
+        # What `of` compares calls with.
         self._payload = WIRE_FORMATS[config.exchange.payload]
         self._element = self._payload.element
         self._block = self._payload.block
         self._max_tokens = config.capacity.max_num_tokens_per_rank
         self._templates: dict[tuple[object, ...], RoundTemplate] = {}
-        # Raises EPStateError while no round may begin. So there are no templates by then, and calls
-        # of a known kind do not ask.
+        # It raises EPStateError as long as no round may begin. `of` calls it only for a shape
+        # without a template. That is enough: templates are made once rounds may begin.
         self.check_weights: Callable[[], object] = lambda: None
 
     def of(self, call: Call) -> tuple[RoundTemplate, int]:
-        """Find the template of a call, and T. Raises as `ExpertParallel.dispatch`, except for its
-        token counts.
+        """Check a call. Returns the template of its shape, and the number of its tokens.
+
+        Raises the errors of `ExpertParallel.dispatch`, except for those of `num_tokens`.
         """
-        # Taken apart at once, which costs the host less than reading ten attributes.
+        # One assignment takes the call apart, since reading ten attributes costs the host more.
         x, ids, weights, scales, _, layout, weight_rows, tag, aligned, extra = call
         if tag.__class__ is not int or not self._first_tag <= tag <= self._last_tag:
             _refuse_tag(tag, self._first_tag, self._last_tag)
@@ -87,7 +99,8 @@ class Templates:
             rows, K = ids_shape
             device = self._device
 
-            # What travels behind each row: its kind is a part of the shape of a round.
+            # Find the dtype and shape of the extra bytes, which are a part of the round's shape.
+            # Rows that are only filled up to whole blocks bring `NOTHING`.
             kind: Extra | None = None
             extra_fits = True
             if extra is not None:
@@ -99,12 +112,13 @@ class Templates:
             elif self._block and D % self._block:
                 kind = NOTHING
 
-            # The fields of `RoundShape`, in its order.
+            # The key has the fields of `RoundShape` in their order.
             dtype = x.dtype
             key = (D, K, dtype, ids.dtype, weights.dtype, layout, weight_rows, aligned, kind)
             template = self._templates.get(key)
 
-            # A call like an earlier one differs from it in these only.
+            # An earlier call of this shape has passed all checks. Compare what may be different
+            # now.
             shapes_fit = rows == T <= self._max_tokens and weights.shape == ids_shape
             on_device = x.device == device and ids.device == device and weights.device == device
             wants_grad = torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)
@@ -115,10 +129,12 @@ class Templates:
             if template is not None and call_fits:
                 return template, T
         except (AttributeError, TypeError, ValueError):
-            # Not even tensors of two dimensions: `_check` raises.
+            # The arguments are not even tensors of two dimensions: `_check` raises for them.
             pass
 
-        # The first call of a shape, or one that does not fit.
+        # This is the first call of its shape, or an argument does not fit. `_check` raises for any
+        # argument that is wrong. Behind it the key is complete, since a right call raises nothing
+        # above.
         self.check_weights()
         _check(self._config, self._device, call)
         template = self._new(RoundShape(*key))
@@ -126,12 +142,12 @@ class Templates:
         return template, T
 
     def no_tokens(self, shape: RoundShape, tag: int) -> Call:
-        """Make a call without tokens, for a round of this shape."""
+        """Make a call without tokens. With it a rank takes part in a round of this shape."""
         D = shape.hidden_size
         payload = self._payload
         extra = shape.extra
         x = torch.empty(0, D, dtype=shape.dtype, device=self._device)
-        # Rows that are quantized already come with scales.
+        # If the rows of the shape are quantized already, the call needs scales, too.
         no_scales = None
         if x.dtype is payload.element:
             no_scales = x.new_empty(0, payload.num_scales(D), dtype=payload.scale)
@@ -151,11 +167,15 @@ class Templates:
         )
 
     def with_extra(self, call: Call, kind: Extra) -> Call:
-        """The call with longer rows, behind whose elements their `extra` lies."""
-        given = call.extra
-        if given is None:
-            given = call.x.new_empty(len(call.x), *kind.shape, dtype=kind.dtype)
-        x, scales = kind.behind(call.x, call.scales, given, self._payload)
+        """Return the call with longer rows, which have their extra bytes behind the elements.
+
+        `kind` is the dtype and shape of the extra bytes. If the call brings none, rows are filled
+        up to whole blocks.
+        """
+        extra = call.extra
+        if extra is None:
+            extra = call.x.new_empty(len(call.x), *kind.shape, dtype=kind.dtype)
+        x, scales = kind.behind(call.x, call.scales, extra, self._payload)
         return call._replace(x=x, scales=scales, extra=kind)
 
     def _new(self, shape: RoundShape) -> RoundTemplate:
@@ -164,7 +184,7 @@ class Templates:
         sizes = self._sizes
         aligned = shape.aligned or self._always_aligned
 
-        # y has the dtype of x, or the config's where x is quantized already.
+        # y has the dtype of x, or that of the config if x is quantized already.
         y_dtype = shape.dtype
         if shape.dtype is self._payload.element:
             y_dtype = self._config.model.torch_dtype
@@ -178,7 +198,8 @@ class Templates:
         else:
             slabs = self._slabs(shape)
 
-        # What the operators take in place of these fields. Over several nodes the node has its own.
+        # The descriptor tells the operators the shape. Over several nodes there is none here: the
+        # exchange within the node has descriptors of its own.
         descriptor = None
         if self._descriptors is not None:
             descriptor = self._descriptors.of(is_expert_major, shape.weight_rows, aligned)
@@ -201,7 +222,7 @@ class Templates:
         )
 
     def _expert_major(self, shape: RoundShape) -> ExpertMajor:
-        """View the buffers as expert-major rows of rounds of this shape."""
+        """View the buffers as the expert-major rows of a round of this shape."""
         payload = self._payload
         views = self._views
         D = shape.hidden_size
@@ -213,7 +234,7 @@ class Templates:
         rows = rows_as(views["rows"], dtype, payload.row_items(width, shape.dtype))
         scales = None
         if payload.scale:
-            # Behind the scales of a row come those of its `extra`, which nobody reads.
+            # The blocks of extra bytes have scales, too. Leave them out, since nobody reads them.
             scales = rows_as(views["row_scales"], payload.scale, payload.num_scales(width))
             scales = scales[:, : payload.num_scales(D)]
         read_extra = None
@@ -228,7 +249,7 @@ class Templates:
         )
 
     def _slabs(self, shape: RoundShape) -> Slabs:
-        """View the buffers as rank-major rows of rounds of this shape."""
+        """View the buffers as the rank-major rows of a round of this shape."""
         payload = self._payload
         views = self._views
         D = shape.hidden_size
@@ -255,59 +276,72 @@ class Templates:
         )
 
     def _slabs_of(self, name: str) -> Tensor:
-        """View a buffer as slabs [R, M, …]. A rank without experts has no such buffer in its
-        window, since no row comes. Its first such call makes one, since callers expect slabs.
+        """View a buffer as slabs [ranks, slots of a rank, …].
+
+        On a rank without experts the buffer is empty, since no rows arrive there. But callers
+        expect slabs. So the first call makes a buffer of zeros, and puts it in place of the empty
+        view.
         """
         buffer = self._views[name]
         slabs = self._views["recv.ids"].shape[:2]
         if buffer.shape[:2] != slabs:
-            # A later call outside of inference mode may write it.
+            # It must not be an inference tensor: those cannot be written outside of inference mode.
             with torch.inference_mode(False):
                 buffer = buffer.new_zeros(*slabs, *buffer.shape[2:])
             self._views[name] = buffer
         return buffer
 
     def _width(self, shape: RoundShape) -> int:
-        """Elements of a row with its `extra`."""
+        """Elements of a row together with its extra bytes."""
         if shape.extra is None:
             return shape.hidden_size
         return shape.extra.width(shape.hidden_size, self._payload, shape.dtype)
 
 
 def rows_as(buffer: Tensor, dtype: torch.dtype, length: int) -> Tensor:
-    """An expert-major buffer as [N_cap, length] of `dtype`: contiguous, whatever D and dtype the
-    plan has.
+    """View an expert-major buffer as contiguous rows [rows of the buffer, length] of `dtype`.
+
+    The rows of the memory plan may be longer or have another dtype. Then the view uses only the
+    beginning of the buffer.
     """
     flat = buffer.flatten().view(torch.uint8).view(dtype)
     return flat.as_strided((buffer.shape[0], length), (length, 1))
 
 
 def _slabs_as(buffer: Tensor, dtype: torch.dtype, length: int) -> Tensor:
-    """A window buffer as [R, M, length] of `dtype`; its strides stay the plan's, whose rows may be
-    longer.
+    """View a window buffer as [ranks, slots of a rank, length] of `dtype`.
+
+    The view keeps the strides of the memory plan, whose rows may be longer.
     """
     return buffer.view(torch.uint8).view(dtype)[..., :length]
 
 
 def _fits(scales: Tensor, payload: WireFormat, T: int, D: int, device: torch.device) -> bool:
-    """Whether `scales` needs no copy and no error: as many as `payload` has, in contiguous rows."""
+    """Whether the scales of `T` rows of `D` elements can be used as they are.
+
+    If not, `_check_scales` finds the error.
+    """
     if scales.shape != (T, payload.num_scales(D)):
         return False
     if scales.dtype is not payload.scale or scales.device != device:
         return False
-    # A row of one block has one scale, whose stride says nothing.
+    # If a row has only one block, it has one scale, and the stride of a single element is
+    # arbitrary.
     is_contiguous = scales.stride()[1] == 1 or payload.block >= D
     wants_grad = scales.requires_grad and torch.is_grad_enabled()
     return is_contiguous and not wants_grad
 
 
 def _extra_fits(extra: Tensor, T: int, device: torch.device) -> bool:
-    """Whether `extra`, of a kind that was checked, needs no error."""
+    """Whether the extra bytes of `T` tokens can be used as they are. Their dtype and shape were
+    checked in an earlier call.
+    """
     wants_grad = extra.requires_grad and torch.is_grad_enabled()
     return extra.shape[:1] == (T,) and extra.device == device and not wants_grad
 
 
 def _refuse_tag(tag: object, first: int, last: int) -> NoReturn:
+    """Raise TypeError or ValueError for a tag that is no int from `first` to `last`."""
     if isinstance(tag, bool) or not isinstance(tag, int):
         raise TypeError(f"`tag` must be an int, got {describe(tag)}")
     why = ""
@@ -317,8 +351,8 @@ def _refuse_tag(tag: object, first: int, last: int) -> NoReturn:
 
 
 def _check(config: EPConfig, device: torch.device, call: Call) -> None:
-    """Raise TypeError, ValueError or RuntimeError for a call that `Templates.of` cannot take, in
-    the words of users.
+    """Check all arguments of a call. Raises TypeError, ValueError or RuntimeError, with a text that
+    tells the user what to change.
     """
     refuse_tangents()
     _check_flags(call)
@@ -337,7 +371,7 @@ def _check(config: EPConfig, device: torch.device, call: Call) -> None:
 
 
 def _check_flags(call: Call) -> None:
-    """Check the layout, and what goes with it."""
+    """Check the layout, `apply_router_weight_on_input` and `aligned`."""
     layout = call.layout
     weight_rows = call.weight_rows
     aligned = call.aligned
@@ -357,7 +391,7 @@ def _check_flags(call: Call) -> None:
 
 
 def _check_x(config: EPConfig, device: torch.device, call: Call) -> None:
-    """Check the dtype of x, which `scales` may change, then its D and T."""
+    """Check the dtype of x, its hidden size and its number of tokens."""
     x = call.x
     D = config.model.hidden_size
     M = config.capacity.max_num_tokens_per_rank
@@ -365,7 +399,8 @@ def _check_x(config: EPConfig, device: torch.device, call: Call) -> None:
     check_tensor("x", x, dtypes, ("T", "D"), device)
     T, hidden = x.shape
 
-    # Whole lines of 16 bytes. Where rows do not become longer, whole blocks of scales.
+    # The hidden size must be a multiple of `step` elements: a row has whole lines of 16 bytes. If
+    # rows cannot be filled up, a row has whole blocks of scales.
     payload = WIRE_FORMATS[config.exchange.payload]
     combine = WIRE_FORMATS[config.exchange.combine_payload]
     step = 16 // x.dtype.itemsize
@@ -373,8 +408,8 @@ def _check_x(config: EPConfig, device: torch.device, call: Call) -> None:
     if payload.block:
         step = LINE_BYTES
         whole = f"lines of {LINE_BYTES} elements"
-    several = config.topology.num_nodes > 1
-    if combine.block or (payload.block and several):
+    has_several_nodes = config.topology.num_nodes > 1
+    if combine.block or (payload.block and has_several_nodes):
         step = max(payload.block, combine.block)
         whole = f"blocks of {step}"
     if hidden > D or hidden < 1 or hidden % step:
@@ -390,8 +425,10 @@ def _check_x(config: EPConfig, device: torch.device, call: Call) -> None:
 
 
 def _dtypes_of_x(config: EPConfig, call: Call) -> list[torch.dtype]:
-    """The dtypes that x may have. Raises ValueError if there are scales for x and it needs none,
-    or the other way round.
+    """The dtypes that x may have in this call.
+
+    Raises ValueError if the call has scales for an x that needs none, or lacks scales for an x that
+    needs them.
     """
     dtype = config.model.torch_dtype
     payload = WIRE_FORMATS[config.exchange.payload]
@@ -409,14 +446,14 @@ def _dtypes_of_x(config: EPConfig, call: Call) -> list[torch.dtype]:
         what = f"{dtype_name(scale)} [T, D/{payload.block}] where `x` is {dtype_name(element)}"
         raise ValueError(f"`scales` must be {what}, got {describe(call.scales)}")
     elif config.topology.num_nodes > 1:
-        # Rows reach nodes quantized, and return in the dtype of the config.
+        # Over several nodes, rows travel quantized and return in the dtype of the config.
         return [dtype]
-    # The config's dtype, and smaller ones, for which there is room.
+    # x may have the dtype of the config. A smaller dtype fits into the same buffers.
     return [dtype, *(smaller for smaller in FLOATS if smaller.itemsize < dtype.itemsize)]
 
 
 def _check_pairs(config: EPConfig, device: torch.device, call: Call) -> None:
-    """Ids and weights, of an x that was checked."""
+    """Check ids and weights. x was checked before."""
     ids = call.ids
     T = len(call.x)
     K = config.model.num_experts_per_tok
@@ -428,7 +465,7 @@ def _check_pairs(config: EPConfig, device: torch.device, call: Call) -> None:
 
 
 def _check_scales(config: EPConfig, device: torch.device, call: Call) -> None:
-    """Check the scales of an x that was checked, if there are some."""
+    """Check the scales, if the call has any. x was checked before."""
     scales = call.scales
     payload = WIRE_FORMATS[config.exchange.payload]
     if scales is None or payload.scale is None:

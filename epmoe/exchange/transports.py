@@ -1,7 +1,7 @@
-"""How the ranks of a node reach one another's memory. `exchange.transport` names it.
+"""The transports: how the ranks of a node reach one another's memory.
 
-Another kind of memory, for a processor that there is, is a `Memory` and a `Window` in a file of its
-own, and a row here.
+`exchange.transport` names a transport. To add one for a processor that exists already, write a
+`Memory` and a `Window` in a file of its own, and add a row to `TRANSPORTS`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from epmoe.native.arguments import describe
 
 
 class Transport(NamedTuple):
-    """A kind of windows."""
+    """One way in which ranks share windows."""
 
     device_type: str
-    """of the devices whose kernels reach it"""
+    """The type of the devices whose kernels reach these windows, as `torch.device.type`."""
     memory: Callable[[torch.device], Memory]
-    """of the windows and the scratch on a device"""
+    """Makes the memory for the windows and the scratch of a device."""
     window: Callable[[MemoryPlan, Peers, Seats, Addresses], Window]
-    """Opens the windows of a group. Collective, in a step of `Peers.together`."""
+    """Opens the windows of a group. Every rank calls it, in a step of `Peers.together`."""
 
 
 TRANSPORTS = {
@@ -40,31 +40,35 @@ TRANSPORTS = {
     ),
     "nvlink": Transport("cuda", lambda device: processor_of(device).memory(), NVLinkWindow.of),
 }
-"""By the name that `exchange.transport` gives; "auto" is the first one for the device."""
+"""The transports by their names in `exchange.transport`. The name "auto" stands for the first one
+of the device's type.
+"""
 
 
 def device_of(config: EPConfig, device: torch.device | str | None) -> torch.device:
-    """The device, by default the transport's. Raises ValueError if it does not fit the config or
-    does not exist.
+    """The device on which a rank computes. Without `device` it is one that fits the transport.
+
+    Raises ValueError if the device does not fit the transport of the config, or does not exist.
     """
     name = config.exchange.transport
     if name == "auto":
-        fitting = list(dict.fromkeys(each.device_type for each in TRANSPORTS.values()))
+        # Each type once, in the order of the table.
+        device_types = list(dict.fromkeys(each.device_type for each in TRANSPORTS.values()))
     else:
-        fitting = [TRANSPORTS[name].device_type]
+        device_types = [TRANSPORTS[name].device_type]
     if device is None:
-        device = fitting[0]
+        device = device_types[0]
     wanted = _parsed(device)
-    if wanted is None or wanted.type not in fitting:
+    if wanted is None or wanted.type not in device_types:
         raise ValueError(
-            f"`device` must be {' or '.join(fitting)} with exchange.transport={name!r}, got "
+            f"`device` must be {' or '.join(device_types)} with exchange.transport={name!r}, got "
             f"{device}"
         )
     return PROCESSORS[wanted.type].named(config, wanted)
 
 
 def transport_of(config: EPConfig, device: torch.device) -> Transport:
-    """The transport of a group, whose ranks compute on such devices as this one."""
+    """The transport of a group whose ranks compute on devices of this type."""
     name = config.exchange.transport
     if name != "auto":
         return TRANSPORTS[name]
@@ -72,13 +76,17 @@ def transport_of(config: EPConfig, device: torch.device) -> Transport:
 
 
 def addresses_of(config: EPConfig, device: torch.device) -> Addresses:
-    """For the windows of an `ExpertParallel` on a device."""
+    """Make the object that keeps the addresses of windows and scratch, for an `ExpertParallel` on a
+    device.
+    """
     memory = transport_of(config, device).memory(device)
     return Addresses(memory, processor_of(device))
 
 
 def _parsed(device: torch.device | str) -> torch.device | None:
-    """None for a name that torch does not know. Raises TypeError for what is no name."""
+    """The torch.device of a name, or None if torch does not know the name. Raises TypeError for a
+    value that is neither a name nor a device.
+    """
     try:
         return torch.device(device)
     except TypeError:

@@ -1,16 +1,16 @@
-"""Kernels of this rank that never begin, as its host sees them on a GPU.
+"""How the host sees that a kernel of this rank does not begin on its GPU.
 
-A kernel that waits for ranks has a deadline on the device. A kernel for which other kernels leave
-no place tells nothing. So the host looks once in a while at a copy of the round's state. Copy
-engines make it, which need no multiprocessor. Every kernel of the exchange changes the state as
-soon as it begins.
+A kernel that runs and waits for ranks checks its deadline itself. But if other kernels hold all
+multiprocessors, a kernel never begins, and so it cannot report anything. Therefore the host reads
+the round's state on the device once in a while. Copy engines do so, which need no multiprocessor.
+Every kernel of the exchange changes the state as soon as it begins.
 
-- **Calls.** A call that looks copies the state on its stream, directly before it launches. Once
-  this copy is here, everything in front of the kernel has ended. While the state is still the same,
-  the kernel has not begun.
-- **Replays** are no calls, and nothing can stand directly before their kernels. `poll` copies the
-  state on its stream, behind what was launched so far. While this copy does not come and the state
-  stays the same, no kernel of a replay begins.
+- **Calls.** Directly before a call launches its kernel, it puts a copy of the state into the same
+  stream. Such a copy is called a mark. When the copy has arrived on the host, all work in front of
+  the kernel has ended. If the state on the device still equals the copy, the kernel has not begun.
+- **Replays** of CUDA graphs are not calls, so no copy can stand directly before their kernels.
+  Instead `poll` puts a copy into the stream, behind all work that was launched so far. If this copy
+  does not arrive and the state does not change, no kernel of a replay begins.
 """
 
 from __future__ import annotations
@@ -35,39 +35,40 @@ from epmoe.native import layouts
 from epmoe.native.streams import HIGH, own_stream
 
 LOOK_S = 0.05
-"""The least time between two looks before launches, and between two of polls. A look takes tens of
-microseconds.
+"""The shortest time between two checks before launches, and between two checks of `poll`, in
+seconds. A check takes tens of microseconds.
 """
 NextWork = Literal["launch", "replay", None]
-"""What a caller that looks does next on its current stream: it launches a kernel, in front of which
-only this stream has work, or it may replay a graph. None: nothing, and another thread may be in a
-launch.
+"""What the caller does next on its current stream.
+
+"launch": it launches a kernel, which waits for no other stream than this one. "replay": it may
+replay a graph. None: neither, and another thread may be launching a kernel at this moment.
 """
-# A buffer holds this value until its copy comes: no word of the state has it.
+# The host buffer of a copy holds this value until the copy arrives. No word of the state has it.
 _UNWRITTEN = b"\x7f" * 4
-# How long to wait for a copy that nothing stands in front of.
+# How long to wait for a copy that has no work in front of it.
 _ANSWER_S = 1e-3
-# Hardware queues by default: see CUDA_DEVICE_MAX_CONNECTIONS.
+# The number of hardware queues by default: see CUDA_DEVICE_MAX_CONNECTIONS.
 _QUEUES = 8
 
 
 @cache
 def _streams_of(device: torch.device) -> list[torch.cuda.Stream]:
-    """One in each hardware queue, for all copies of now. Their priority is that of `Peek`.
+    """Streams of a device, one in each hardware queue, for the copies of `CopyOfNow`.
 
-    The driver gives the streams of a priority their queues by turns, in the order in which they are
-    made.
+    The driver assigns the queues of a priority by turns, in the order in which streams are made. So
+    as many streams as there are queues get one queue each. Their priority is that of `GpuPeek`.
     """
     return [own_stream(device, HIGH) for _ in range(_QUEUES)]
 
 
 class CopyInStream:
-    """Copies a buffer of a GPU to the host, behind work that was launched on a stream; None: on the
-    current stream.
+    """Copies a buffer of a GPU to the host, in the order of a stream: behind all work that was
+    launched on the stream before. Without a `stream` it is the current one.
     """
 
     def __init__(self, buffer: Tensor, stream: torch.cuda.Stream | None = None) -> None:
-        # `start` must be able to write it outside inference mode.
+        # It must not be an inference tensor: `start` also writes it outside of inference mode.
         with torch.inference_mode(False):
             self._copied = torch.zeros_like(buffer, device="cpu", pin_memory=True)
         self._buffer = buffer
@@ -75,13 +76,13 @@ class CopyInStream:
         self._bytes = (ctypes.c_char * buffer.nbytes).from_address(self._copied.data_ptr())
 
     def start(self) -> None:
-        """Begin. The copy before must have come."""
+        """Launch the copy. An earlier copy must have arrived."""
         ctypes.memset(self._bytes, _UNWRITTEN[0], len(self._bytes))
         with torch.cuda.stream(self._stream):
             self._copied.copy_(self._buffer, non_blocking=True)
 
     def read(self) -> bytes | None:
-        """None while it is on its way; zeros before the first one."""
+        """The copied bytes. None while the copy is on its way; zeros before the first copy."""
         copied = self._bytes.raw
         if _UNWRITTEN in copied:
             return None
@@ -91,12 +92,12 @@ class CopyInStream:
 class CopyOfNow:
     """Copies a buffer of a GPU to the host without waiting for other streams.
 
-    Streams share the hardware queues of the driver. A copy does not come while a kernel without a
-    place stands in front of it in its queue. So there are copies in several queues, and one that is
-    on its way is left alone: when it comes, it is old.
+    Streams share the hardware queues of the driver. If a kernel that cannot begin stands at the
+    front of a queue, a copy behind it does not run. So there is a copy in each of several queues. A
+    copy that is stuck is left alone: what it brings will be old.
 
-    It is not a `Peek`, which knows by an event that a copy has come: an event may wait behind a
-    kernel that finds no place.
+    A `Peek` cannot serve here. It learns by an event that its copy has arrived, and the event
+    itself may wait behind a kernel that cannot begin.
     """
 
     def __init__(self, copies: Sequence[CopyInStream]) -> None:
@@ -108,7 +109,9 @@ class CopyOfNow:
         return cls([CopyInStream(buffer, stream) for stream in _streams_of(buffer.device)])
 
     def read(self) -> bytes | None:
-        """What the buffer holds now. It waits for a millisecond at most; None: nobody can tell."""
+        """The bytes that the buffer holds now. It waits at most `_ANSWER_S`. None if no copy gets
+        through, so that nobody can tell.
+        """
         for copy in self._copies:
             is_on_its_way = copy.read() is None
             if not is_on_its_way:
@@ -119,16 +122,19 @@ class CopyOfNow:
 
 @dataclass
 class _Mark:
-    """A copy of the state that was put into a stream."""
+    """A copy of the state that is put into a stream, to see when the stream reaches this point.
+
+    Times are those of `time.monotonic`, in seconds.
+    """
 
     copy: CopyInStream
-    set: bool = False  # it is on its way, or has come and is still of use
-    phases: int = 0  # that the host had launched when it was set
-    set_s: float = 0.0
-    came_s: float = math.inf  # when a look has found it
+    set: bool = False  # whether the copy is on its way, or has arrived and is still of use
+    phases: int = 0  # how many phases the host had launched when the mark was set
+    set_s: float = 0.0  # when the mark was set
+    came_s: float = math.inf  # when a check has first found that the copy has arrived
 
     def put(self, time_s: float, phases: int) -> None:
-        """Set it, behind what was launched so far."""
+        """Set the mark, behind all work that was launched so far."""
         self.copy.start()
         self.phases = phases
         self.set_s = time_s
@@ -136,7 +142,9 @@ class _Mark:
         self.set = True
 
     def read(self, time_s: float) -> bytes | None:
-        """The state where its stream has reached it, else None."""
+        """The copied state, once the stream has reached the mark; None before, and if no mark is
+        set.
+        """
         if not self.set:
             return None
         copied = self.copy.read()
@@ -146,29 +154,41 @@ class _Mark:
 
     @property
     def is_free(self) -> bool:
+        """Whether the mark can be set: it is not in use, and its last copy has arrived."""
         return not self.set and self.copy.read() is not None
 
 
 class LateStage(NamedTuple):
-    """The stage that is due and has not begun, by its index.
+    """A stage whose kernel should have begun, and has not."""
 
-    Without `reports` it could have begun for the whole deadline. Otherwise other ranks have given
-    the round up: a mask of missing ranks from each rank.
-    """
-
-    stage: int  # 0 is dispatch, and 1 combine: see `STAGES`
+    stage: int
+    """an index of `STAGES`: 0 is dispatch, and 1 combine"""
     epoch: int
+    """the number of the round"""
     reports: tuple[int, ...] = ()
+    """If other ranks have given the round up: from each rank, a mask of the ranks that it misses.
+    Empty if the stage is late by itself: its kernel could have begun for the whole deadline.
+    """
 
 
 class Watch(Protocol):
     """Watches whether the kernels of an exchange begin, on its processor."""
 
     first_look_s: float
-    """the time of the first look"""
+    """the time of the first check, as of `time.monotonic`; infinite if checks are never needed"""
 
     def late(self, rounds: RoundState, timeout_s: float, next_work: NextWork) -> LateStage | None:
-        """The stage that is due and whose kernel has not begun. None also where nobody can tell."""
+        """Return the stage whose kernel should have begun and has not. None if there is none, or if
+        nobody can tell.
+
+        Args:
+            rounds: the state of the exchange's rounds on the host.
+            timeout_s: how long a kernel may take to begin, once it could.
+            next_work: what the caller does next on its current stream.
+
+        Returns:
+            The stage that is late, or None.
+        """
 
 
 class NoWatch:
@@ -196,16 +216,17 @@ class WatchOfGpu:
         self._looking = Lock()
 
     def late(self, rounds: RoundState, timeout_s: float, next_work: NextWork) -> LateStage | None:
-        # Where the GPU has failed, nothing is late.
+        # RuntimeError: the GPU has failed. Then nothing is late, and others report the failure.
         with suppress(RuntimeError), torch.cuda.device(self._device):
-            # Only one thread looks at a time, and none while it captures.
+            # A copy must not get into a graph. And only one thread may use the marks at a time.
             if torch.cuda.is_current_stream_capturing():
                 return None
             if not self._looking.acquire(blocking=False):
                 return None
             try:
                 this_stream = torch.cuda.current_stream().cuda_stream
-                # On another stream, it also waits for what the stream of the last launch has.
+                # After a change of streams the kernel also waits for work on the stream before. A
+                # mark on the current stream would then say nothing about the kernel.
                 if next_work == "launch" and rounds.last_stream not in (None, this_stream):
                     next_work = None
                 return self._marks.look(time.monotonic(), timeout_s, rounds.phases, next_work)
@@ -215,11 +236,16 @@ class WatchOfGpu:
 
 
 class Marks:
-    """Marks in streams, by which a host sees whether kernels begin. They are copies of the state on
-    streams and past them. It waits for none.
+    """Decides from marks in streams, and from the state of now, whether kernels begin.
 
-    `before_launch` are two: the second one is for a look that does not see whether the first one's
-    kernel has begun.
+    It never waits for a mark.
+
+    Args:
+        before_launch: two copies of the state for marks directly before launches. The second mark
+            is set if it cannot be seen yet whether the kernel behind the first one has begun.
+        at_poll: the copy of the state for the mark that `poll` sets.
+        now: reads the state without waiting for streams.
+        errors: reads the buffer "signal.error" without waiting for streams.
     """
 
     def __init__(
@@ -233,37 +259,39 @@ class Marks:
         self._poll = _Mark(at_poll)
         self._now = now
         self._errors = errors
-        # The state at the last look, and when it was first seen.
+        # The state at the last check, and the time at which a check has first seen this state.
         self._state = b""
-        self._moved_s = 0.0
-        # The phases of the last mark of a poll that the stream has reached.
-        self._reached = -1
+        self._changed_s = 0.0
+        # How many phases were launched when `poll` set the last mark that its stream has reached.
+        self._reached_phases = -1
 
     def look(
         self, time_s: float, timeout_s: float, phases: int, next_work: NextWork
     ) -> LateStage | None:
-        """Look at the marks, and set one. Returns the stage that is late; None if none is, or if
-        nobody can tell.
+        """Check the marks, and set the next one. Returns the stage that is late; None if none is,
+        or if nobody can tell.
 
-        The host has launched so many `phases` by `time_s`.
+        `time_s` is the time now, `timeout_s` the deadline of a wait, and `phases` how many phases
+        the host has launched so far.
         """
-        # Read the marks before the state: a state that differs from a mark's is then a later one.
+        # Read the marks first and the state afterwards. A state that differs from the copy of a
+        # mark is then a later state.
         launched = self._read_launches(time_s, phases, next_work is not None)
         if self._poll.read(time_s):
             self._poll.set = False
-            self._reached = self._poll.phases
+            self._reached_phases = self._poll.phases
 
-        # Compare the state of now with theirs. Without one, nobody can tell.
+        # Compare the state of now with the copies. If it cannot be read, nobody can tell.
         state = self._now.read()
         late = None
         if state:
             if state != self._state:
                 self._state = state
-                self._moved_s = time_s
+                self._changed_s = time_s
             due_s = min(self._launch_due_s(launched), self._replay_due_s(phases))
             late = self._late(time_s, timeout_s, due_s)
 
-        # Set a mark in front of what comes next.
+        # Set a mark in front of the work that comes next.
         marks = []
         if next_work == "launch":
             marks = self._launches
@@ -276,18 +304,21 @@ class Marks:
         return late
 
     def _late(self, time_s: float, timeout_s: float, due_s: float) -> LateStage | None:
-        """The stage that comes next, if its kernel could have begun since `due_s`, or if others
-        have given the round up.
+        """The stage that comes next, if it is late; otherwise None.
+
+        It is late if its kernel could have begun at `due_s`, and the deadline has passed since. It
+        is also late if the state has not changed for as long, and other ranks have given the round
+        up.
         """
         now = _parsed(self._state)
-        # Dispatch of the next round, or combine of the open one.
+        # The next stage is dispatch of the next round, or combine of the open one.
         late = LateStage(0, now.combine_epoch + 1)
         if now.phases > 1:
             late = LateStage(1, now.dispatch_epoch)
         if time_s - due_s >= timeout_s:
             return late
-        # Other ranks may have given the round up: int64 words, a mask of each rank.
-        if time_s - self._moved_s >= timeout_s:
+        # "signal.error" has an int64 word from each rank: a mask of the ranks that it misses.
+        if time_s - self._changed_s >= timeout_s:
             reports = self._errors.read() or b""
             if any(reports):
                 masks = struct.unpack(f"<{len(reports) // 8}q", reports)
@@ -297,17 +328,20 @@ class Marks:
     def _read_launches(
         self, time_s: float, phases: int, returned: bool
     ) -> list[tuple[_Mark, bytes]]:
-        """Read the marks that kernels follow and streams have reached, with the copied values.
+        """Read the marks before launches. Returns those that their stream has reached and behind
+        which a kernel was launched, each with the copied state.
 
-        `returned`: no other thread is in the launch that follows the last mark.
+        `returned` says that the call which has set the last mark has ended: no other thread is
+        still about to launch the kernel behind it.
         """
         for mark in self._launches:
-            # The call has launched nothing: other work may come behind the mark.
+            # The call has launched no kernel, so any other work may follow the mark: it is of no
+            # use.
             if returned and phases == mark.phases:
                 mark.set = False
         reached = []
         for mark in self._launches:
-            # Nothing has been launched behind this one yet.
+            # The kernel behind this mark was not launched yet.
             if phases == mark.phases:
                 continue
             copied = mark.read(time_s)
@@ -316,31 +350,37 @@ class Marks:
         return reached
 
     def _launch_due_s(self, launched: list[tuple[_Mark, bytes]]) -> float:
-        """The time from which a kernel that a call has launched could have begun, and has not."""
+        """The time since which a kernel that a call has launched could have begun and has not.
+        Infinite if there is no such kernel.
+        """
         due_s = math.inf
         for mark, copied in launched:
-            # Otherwise the kernel has begun, and has a deadline.
+            # If the state has changed, the kernel has begun. It checks its deadline itself from
+            # then on, and the mark is free.
             mark.set = copied == self._state
             if mark.set:
                 due_s = min(due_s, mark.came_s)
         return due_s
 
     def _replay_due_s(self, phases: int) -> float:
-        """The time from which no kernel of a replay has begun, although the stream has not come to
-        an end.
+        """The time since which no kernel of a replay has begun, although the stream has work left.
+        Infinite if that is not so.
         """
         mark = self._poll
-        # No call has launched anything since the stream reached an earlier mark: what calls have
-        # launched has run. Where the device has run something else than this, there are graphs.
+        # The stream has reached an earlier mark, and no call has launched a kernel since. So all
+        # that calls have launched has run. If the device has run another number of phases than
+        # calls have launched, it has replayed graphs.
         state = _parsed(self._state)
-        has_run = 4 * state.combine_epoch + state.phases
-        has_graphs = mark.set and phases == mark.phases == self._reached and has_run != phases
+        phases_run = 4 * state.combine_epoch + state.phases
+        no_launch_since = phases == mark.phases == self._reached_phases
+        has_graphs = mark.set and no_launch_since and phases_run != phases
+        # A kernel that is receiving has begun.
         is_receiving = list(state.receiving) != list(state.done)
         if not has_graphs or is_receiving:
             return math.inf
-        return max(self._moved_s, mark.set_s)
+        return max(self._changed_s, mark.set_s)
 
 
 def _parsed(state: bytes) -> ctypes.Structure:
-    """`RoundState` of csrc/plan.h, of a copy."""
+    """Read the bytes of a copied state as the struct `RoundState` of csrc/plan.h."""
     return layouts.struct("RoundState").from_buffer_copy(state)

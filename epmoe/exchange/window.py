@@ -1,8 +1,9 @@
-"""Symmetric windows: one region of memory per rank, mapped by every rank of the group.
+"""Windows: each rank has one region of memory, which every rank of the group maps.
 
-On the CPU a window is anonymous shared memory, on a GPU memory of its own (window_nvlink.py).
-Either has a file descriptor, which ranks pass on (sockets.py), so a window has no name. Its memory
-is freed when the last process that maps it ends, also after a crash.
+On the CPU a window is anonymous shared memory. On a GPU it is memory of the GPU (window_nvlink.py).
+Both kinds have a file descriptor and no name. Ranks pass the descriptors to one another
+(sockets.py). The operating system frees the memory when the last process that maps it has ended,
+also after a crash.
 """
 
 from __future__ import annotations
@@ -32,34 +33,40 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class Window(Protocol):
-    """What a transport offers."""
+    """The windows of a group, as one rank uses them. Each transport implements this."""
 
     regions: list[Tensor]
-    """By seat, the ranks' windows, uint8 [bytes of each] on the device where the kernels run"""
+    """the window of each seat, as uint8 [bytes of the window] on the device of the kernels"""
     local: Tensor
-    """this rank's"""
+    """the window of this rank"""
     places: Places
-    """where they are mapped in this process"""
+    """the addresses at which this process maps the windows"""
 
     deaths: Deaths
-    """Watches the processes of this machine's ranks. It keeps the word at `dead_at` up to date."""
+    """Watches the processes of this machine's ranks. When one ends, the window stores the mask of
+    all that have ended into this rank's buffer "signal.dead", where waits see it.
+    """
 
     def store(self, offset: int, value: int) -> None:
-        """Store an unsigned 64-bit word into every rank's window, `offset` bytes from its start.
-        Waits for no rank.
+        """Store an unsigned 64-bit word into the windows of all ranks, `offset` bytes from their
+        starts. It waits for no rank.
         """
 
     def put(self, rank: int, offset: int, source: Tensor) -> None:
-        """Copy a contiguous tensor [n] into a rank's window, on a GPU by a copy on the current
-        stream.
+        """Copy a contiguous tensor [n] into the window of a rank, `offset` bytes from its start.
 
-        `offset` is a multiple of the size of an element. On a GPU nobody sees a part of an element
-        of 8 bytes, and who sees the elements of one put sees those of the puts before it, too.
+        On a GPU it is a copy on the current stream. The offset is a multiple of the size of an
+        element.
+
+        On a GPU a reader never sees a part of an element of 8 bytes. A reader that sees the
+        elements of one put also sees those of all puts before it.
         """
 
     def post(self, ranks: Iterable[int], offset: int, value: int) -> None:
-        """Store a 64-bit word, signed or not, into the windows of ranks, behind what was put
-        before: who sees the word sees that, too. On a GPU by a copy on the current stream.
+        """Store a 64-bit word, signed or unsigned, into the windows of some ranks.
+
+        A reader that sees the word also sees all that this rank has put before. On a GPU it is a
+        copy on the current stream.
         """
 
 
@@ -78,12 +85,22 @@ class SharedMemoryWindow:
         addresses: Addresses,
         dead_at: int,
     ):
-        """Collective, in a step of `Peers.together`. Reserves the memory now: a shortage is no
-        fault in a later round.
+        """Open the windows of a group. Every rank calls it, in a step of `Peers.together`.
 
-        `nbytes` are the bytes of each window, by seat, the same on all ranks. At `dead_at` bytes
-        from the start of its own window a rank keeps the mask of ranks that have ended. Raises
-        MemoryError where this rank has no room, and what `share_descriptors` raises.
+        All memory is allocated now, so that a shortage cannot end a process in a later round.
+
+        Args:
+            nbytes: the bytes of each window, by seat. All ranks pass the same.
+            peers: the ranks of the group.
+            seats: which rank has which seat.
+            addresses: reserves the addresses of the windows.
+            dead_at: where this rank keeps the mask of ranks that have ended, in bytes from the
+                start of its own window.
+
+        Raises:
+            MemoryError: there is not enough memory for this rank.
+            RuntimeError: as `share_descriptors` says.
+            TimeoutError: as `share_descriptors` says.
         """
         check_room(sum(nbytes[seat] for seat in seats.of_ranks), available_memory_bytes())
         mapped = map_windows(nbytes, peers, seats, addresses)
@@ -94,40 +111,49 @@ class SharedMemoryWindow:
         self.deaths = Deaths(mapped.processes, self._note)
 
     def store(self, offset: int, value: int) -> None:
-        """A rank that sleeps sees the word when it next looks up, after 100 ms at most."""
+        """See `Window.store`. A rank that sleeps in a wait sees the word when it next wakes, after
+        100 ms at most.
+        """
         self.post(range(len(self.regions)), offset, value)
 
     def put(self, rank: int, offset: int, source: Tensor) -> None:
-        """No order of its own: `post` orders what was put before it."""
+        """See `Window.put`. On the CPU puts have no order among themselves. A later `post` makes
+        them visible together.
+        """
         self.regions[rank][offset : offset + source.nbytes].view(source.dtype).copy_(source)
 
     def post(self, ranks: Iterable[int], offset: int, value: int) -> None:
-        """Who reads it by `ops.read_words`, or as the kernels do, sees all that this rank has
-        stored before, and overwrites nothing that this rank had yet to read.
+        """See `Window.post`. It is a release store.
+
+        A reader must use `ops.read_words`, or load as the kernels do. It then sees all that this
+        rank has stored before. And whatever the reader writes because of the word cannot overwrite
+        data that this rank still had to read.
         """
         for rank in ranks:
             ops.post_word(self.regions[rank], offset, ctypes.c_int64(value).value)
 
     def _note(self, dead: int) -> None:
-        """Tell waits of this rank, which look at this word, whose process has ended."""
+        """Store the mask of ranks whose process has ended, where the waits of this rank see it."""
         ops.post_word(self.local, self._dead_at, ctypes.c_int64(dead).value)
 
 
 def available_memory_bytes() -> int:
-    """The bytes that this machine, or the container around this process, can still give."""
+    """The bytes of memory that are still free on this machine, or in the container of this process
+    if that has fewer.
+    """
     free = [sys.maxsize]
-    # The machine, which says it in KiB.
+    # Ask the machine, which answers in KiB.
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         available = next(line for line in lines if line.startswith("MemAvailable"))
         free.append(int(available.split()[1]) * 1024)
-    # The container, where it has a limit: "max" is no number.
+    # Ask the container. Without a limit it says "max", which is no number: ValueError.
     with contextlib.suppress(OSError, ValueError, KeyError):
         limit = int(_CGROUP.joinpath("memory.max").read_text())
         used = int(_CGROUP.joinpath("memory.current").read_text())
         lines = _CGROUP.joinpath("memory.stat").read_text().splitlines()
         statistics = dict(line.split() for line in lines)
-        # The page cache among what is used is reclaimed at once.
+        # Inactive page cache counts as used, but the kernel frees it as soon as memory is needed.
         free.append(limit - used + int(statistics["inactive_file"]))
     return min(free)
 
@@ -143,7 +169,7 @@ def check_room(nbytes: int, available: int) -> None:
 
 @contextlib.contextmanager
 def _enough_files(ranks: int) -> Iterator[None]:
-    """Say what to do if this process may open no more files."""
+    """A context that turns the error "too many open files" into one that says what to do."""
     try:
         yield
     except OSError as error:
@@ -161,11 +187,11 @@ class MappedWindows(NamedTuple):
     """The windows of a group in this process."""
 
     places: Places
-    """where they are mapped"""
+    """the addresses at which they are mapped"""
     regions: list[Tensor]
-    """by seat, uint8 [bytes of each]"""
+    """the window of each seat, as uint8 [bytes of the window]"""
     processes: dict[int, int]
-    """by seat, descriptors of the other ranks' processes, as `share_descriptors` gives them"""
+    """by seat, the descriptors of the other ranks' processes, as `share_descriptors` yields them"""
 
 
 def map_windows(
@@ -175,13 +201,27 @@ def map_windows(
     addresses: Addresses,
     clear: Callable[[Tensor], Callable[[], object]] = lambda local: lambda: None,
 ) -> MappedWindows:
-    """Make this rank's window, and map the windows of all ranks in their seats, of `nbytes` by
-    seat. Collective, in a step of `Peers.together`.
+    """Make this rank's window, and map the windows of all ranks.
 
-    `clear` begins to prepare the own window, and returns a function that waits for its end: other
-    windows are mapped meanwhile, and no rank returns before all are prepared. An empty seat has
-    memory that nobody reads. Raises what `share_descriptors` does, and MemoryError if this rank
-    has no room.
+    Every rank calls it, in a step of `Peers.together`. No rank returns before the windows of all
+    ranks are cleared, so each may write into them at once.
+
+    Args:
+        nbytes: the bytes of each window, by seat. All ranks pass the same.
+        peers: the ranks of the group.
+        seats: which rank has which seat. For an empty seat, memory that nobody reads is mapped.
+        addresses: reserves the addresses of the windows.
+        clear: begins to clear the window of this rank, and returns a function that waits for the
+            end. Other windows are mapped meanwhile. By default nothing is cleared, since new shared
+            memory is zeros.
+
+    Returns:
+        The windows, mapped in this process.
+
+    Raises:
+        MemoryError: there is not enough memory for this rank.
+        RuntimeError: as `share_descriptors` says.
+        TimeoutError: as `share_descriptors` says.
     """
     places = addresses.windows(seats.count, max(nbytes))
     mine = seats.of_ranks[peers.rank]
@@ -189,7 +229,8 @@ def map_windows(
         undo.callback(places.unmap)
         own = places.create(nbytes[mine])
         try:
-            # The own window, then those of others and memory in empty seats.
+            # Map this rank's own window, then memory in empty seats, then the windows of other
+            # ranks.
             local = places.map(mine, own, nbytes[mine])
             wait = clear(local)
             regions = {seat: places.map_unread(seat, nbytes[seat]) for seat in seats.empty}
@@ -198,9 +239,8 @@ def map_windows(
                 for seat, descriptor in zip(seats.of_ranks, descriptors, strict=True):
                     if seat != mine:
                         regions[seat] = places.map(seat, descriptor, nbytes[seat])
-                # Own windows are cleared while others are mapped.
+                # Wait until the own window is cleared, then until every rank has done so.
                 wait()
-                # All have cleared their windows: any rank may write into them from here on.
                 peers.all_gather(None)
         finally:
             os.close(own)

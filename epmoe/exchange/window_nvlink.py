@@ -1,4 +1,4 @@
-"""Symmetric windows of GPUs: each rank maps the memory of the others' GPUs, over NVLink."""
+"""Windows in the memory of GPUs. Each rank maps the windows of the other GPUs, over NVLink."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from epmoe.group.peers import Peers
 from epmoe.group.waiting import first_answer
 from epmoe.native.streams import own_stream
 
-# After the end of a process, until what it has stored is here and waits have seen it.
+# How long to wait after the end of a process before its death is announced. By then the words that
+# it has stored last are here, and waits have seen them.
 _LAST_WORDS_S = 0.02
-# Words that are posted and on their way, at most.
+# How many posted words may be on their way. Each needs host memory until its copy has run.
 _POSTS_IN_FLIGHT = 4096
 
 
@@ -43,15 +44,27 @@ class NVLinkWindow:
         dead_at: int,
         empty_lines: Sequence[slice] = (),
     ):
-        """Collective, in a step of `Peers.together`. No rank returns before all have cleared their
-        windows.
+        """Open the windows of a group. Every rank calls it, in a step of `Peers.together`.
 
-        `nbytes` and `dead_at` are those of `SharedMemoryWindow`. `empty_lines` are slices of this
-        rank's window that begin as 0xff, not as 0. Raises MemoryError if this rank has no room,
-        and RuntimeError if this GPU has no peer access.
+        No rank returns before all ranks have cleared their windows.
+
+        Args:
+            nbytes: the bytes of each window, by seat. All ranks pass the same.
+            peers: the ranks of the group.
+            seats: which rank has which seat.
+            addresses: reserves the addresses of the windows.
+            dead_at: where this rank keeps the mask of ranks that have ended, in bytes from the
+                start of its own window.
+            empty_lines: slices of this rank's window that begin as bytes of 0xff, in place of 0.
+
+        Raises:
+            MemoryError: the GPU of this rank has not enough memory.
+            RuntimeError: this GPU has no peer access to another one, or as `share_descriptors`
+            says. TimeoutError: as `share_descriptors` says.
         """
 
         def clear(local: Tensor) -> Callable[[], None]:
+            """Begin to clear this rank's window. Returns a function that waits for the end."""
             local.zero_()
             for part in empty_lines:
                 local[part].fill_(0xFF)
@@ -67,7 +80,7 @@ class NVLinkWindow:
         self.regions = mapped.regions
         self._seat = seats.of_ranks[peers.rank]
         self.local = self.regions[self._seat]
-        # Views for `store`, which allocates nothing.
+        # `store` must not allocate: it uses views that are made here, and pinned words in turn.
         self._words = [window.view(torch.int64) for window in self.regions]
         self._stored = torch.empty(64, dtype=torch.int64, pin_memory=True)
         self._stores = itertools.count()
@@ -84,10 +97,11 @@ class NVLinkWindow:
         self._store(self._words, offset, value)
 
     def put(self, rank: int, offset: int, source: Tensor) -> None:
-        there = self.regions[rank][offset : offset + source.nbytes].view(source.dtype)
-        there.copy_(source, non_blocking=True)
+        target = self.regions[rank][offset : offset + source.nbytes].view(source.dtype)
+        target.copy_(source, non_blocking=True)
 
     def post(self, ranks: Iterable[int], offset: int, value: int) -> None:
+        # The copy reads the word later, so each post uses another place in host memory, by turns.
         place = self._posts % _POSTS_IN_FLIGHT
         self._posts += 1
         self._posted[place] = value
@@ -96,17 +110,20 @@ class NVLinkWindow:
             self.put(rank, offset, word)
 
     def _note(self, dead: int) -> None:
-        """Tell waits of this rank, which look at this word, whose process has ended."""
+        """Store the mask of ranks whose process has ended, where the waits of this rank see it."""
         time.sleep(_LAST_WORDS_S)
-        # The thread of `Deaths` has another device.
+        # The thread of `Deaths` calls this. Its current device is perhaps another one.
         with torch.cuda.device(self.local.device):
             self._store(self._words[self._seat : self._seat + 1], self._dead_at, dead)
 
     def _store(self, windows: list[Tensor], offset: int, value: int) -> None:
-        """Store a word into these windows by a copy engine, on a stream of its own and from pinned
-        memory: kernels of this rank that wait for other ranks may hold all multiprocessors.
+        """Store a word into these windows by copies from pinned memory, on a stream of their own.
+
+        Copy engines do the copies. Kernels of this rank that wait for other ranks may hold all
+        multiprocessors, so no kernel could store the word.
         """
-        # Another store may be on its way from its own place.
+        # Another store may still be on its way, so each uses another place in host memory, by
+        # turns.
         place = next(self._stores) % len(self._stored)
         word = self._stored[place : place + 1]
         word[0] = value
@@ -117,8 +134,9 @@ class NVLinkWindow:
 
 
 def _check_peer_access(peers: Peers, device: torch.device) -> None:
-    """Raise RuntimeError if this GPU does not reach those of other ranks, as far as this process
-    sees them.
+    """Raise RuntimeError if this GPU has no peer access to the GPU of another rank.
+
+    It checks only the GPUs that this process sees.
     """
     devices = peers.all_gather(device.index)
     visible = torch.cuda.device_count()

@@ -1,5 +1,7 @@
-"""Checks of the arguments that callers pass. They say "`x` must be bfloat16 [T, 7168], got float32
-[128, 4096]".
+"""Checks the arguments that users pass.
+
+The errors say what an argument must be and what it is, such as "`x` must be bfloat16 [T, 7168], got
+float32 [128, 4096]".
 """
 
 from __future__ import annotations
@@ -15,24 +17,28 @@ INTS = (torch.int32, torch.int64)
 FP8 = torch.float8_e4m3fn
 FP32 = torch.finfo(torch.float32)
 MXFP4 = torch.float4_e2m1fn_x2
-"""The dtype of weights in MXFP4: a byte has two codes e2m1, the low four bits first."""
+"""The dtype of weights in MXFP4. A byte holds two numbers in e2m1, of which the low four bits are
+the first.
+"""
 
 
 def describe(value: object) -> str:
-    """The words for a value in an error: dtype and shape of a tensor, else the type."""
+    """Describe a value for an error: a tensor by dtype and shape, any other value by its type."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{dtype_name(value.dtype)} {list(value.shape)}"
 
 
 def describe_fields(owner: object, fields: Mapping[str, object], *before: str) -> str:
-    """One line for `repr`. Of a tensor it says dtype and shape: its values would have to be fetched
-    from the device.
+    """Make one line for `repr` of `owner`: the texts `before`, then each field with its value.
+
+    A tensor is described by its dtype and shape, since its values would have to be fetched from the
+    device.
     """
-    words = [
-        f"{name} {describe(value) if isinstance(value, Tensor) else value}"
-        for name, value in fields.items()
-    ]
+    words = []
+    for name, value in fields.items():
+        text = describe(value) if isinstance(value, Tensor) else value
+        words.append(f"{name} {text}")
     return f"{type(owner).__name__}({', '.join([*before, *words])})"
 
 
@@ -57,7 +63,7 @@ def check_tensor(
 
 
 def _has_shape(value: Tensor, shape: Sequence[int | str]) -> bool:
-    """Whether a tensor has a shape, in which a letter stands for any size."""
+    """Whether a tensor has the shape `shape`, in which a letter stands for any size."""
     if len(value.shape) != len(shape):
         return False
     for size, wanted in zip(value.shape, shape, strict=True):
@@ -67,7 +73,10 @@ def _has_shape(value: Tensor, shape: Sequence[int | str]) -> bool:
 
 
 def check_number(name: str, value: float) -> None:
-    """Check for a number that kernels can take in fp32. Raises ValueError for another."""
+    """Raise ValueError for a number that fp32 cannot hold, since kernels take it in fp32.
+
+    Numbers that are too large are refused, and so are those so close to 0 that fp32 loses bits.
+    """
     if value and not FP32.tiny <= abs(value) <= FP32.max:
         raise ValueError(f"`{name}` must be a number that fp32 holds, got {value}")
 
@@ -75,20 +84,24 @@ def check_number(name: str, value: float) -> None:
 def _must_be(
     name: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | str], value: object
 ) -> str:
-    wanted = f"{' or '.join(map(dtype_name, dtypes))} [{', '.join(map(str, shape))}]"
-    return f"`{name}` must be {wanted}, got {describe(value)}"
+    """The text of an error that says what a tensor must be, and what it is."""
+    names = " or ".join(map(dtype_name, dtypes))
+    sizes = ", ".join(map(str, shape))
+    return f"`{name}` must be {names} [{sizes}], got {describe(value)}"
 
 
 def wants_gradients(inputs: Iterable[Tensor]) -> bool:
-    """Whether autograd needs a backward pass of what is computed from these. Without grad mode it
-    looks at none.
+    """Whether autograd needs a backward pass for what is computed from these inputs. Outside of
+    grad mode it never does, and the inputs are not read.
     """
     return torch.is_grad_enabled() and any(value.requires_grad for value in inputs)
 
 
 def refuse_tangents(*inputs: object) -> None:
-    """Raise RuntimeError if forward-mode AD wants derivatives through these tensors, which would be
-    0, or if a transform of torch.func has made them, which end with it.
+    """Raise RuntimeError if forward-mode derivatives or a transform of torch.func are in use.
+
+    Forward-mode derivatives through these inputs would silently be 0. The tensors of a transform of
+    torch.func are valid only until the transform ends, while a round may keep them longer.
     """
     is_refused = False
     if (
@@ -108,7 +121,7 @@ def refuse_tangents(*inputs: object) -> None:
 
 
 def check_forward_only(*inputs: Tensor) -> None:
-    """Raise RuntimeError if autograd would need a backward, which no stage has."""
+    """Raise RuntimeError if autograd would need a backward pass, since these calls have none."""
     if wants_gradients(inputs):
         raise RuntimeError(
             "epmoe is forward only, but an input requires grad: run under torch.inference_mode() "
@@ -117,7 +130,9 @@ def check_forward_only(*inputs: Tensor) -> None:
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
-    """`x` itself if each row is contiguous, with any stride between rows; otherwise a copy."""
+    """Return `x` itself if each of its rows is contiguous, otherwise a copy. Rows may be any
+    distance apart.
+    """
     if x.stride()[-1] == 1 or x.shape[-1] <= 1:
         return x
     # `contiguous` may return `x` itself, so it does not serve here.
@@ -125,7 +140,7 @@ def contiguous_rows(x: Tensor) -> Tensor:
 
 
 def aligned_rows(x: Tensor) -> Tensor:
-    """`x` itself if each row is contiguous and starts at a multiple of 16 bytes;
+    """Return `x` itself if each of its rows is contiguous and starts at a multiple of 16 bytes,
     otherwise a copy.
     """
     stride, element = x.stride()
@@ -138,8 +153,10 @@ def aligned_rows(x: Tensor) -> Tensor:
 def token_count(
     num_tokens: int | Tensor | None, num_rows: int, device: torch.device
 ) -> tuple[Tensor | None, int]:
-    """Convert `num_tokens` for the operators: a scalar tensor or None, and a number of rows, by
-    default all.
+    """Convert the argument `num_tokens` to the two arguments that operators take in its place.
+
+    Returns a scalar tensor and the number of all rows if `num_tokens` is a tensor. Otherwise
+    returns None and `num_tokens`, by default the number of all rows.
 
     Raises TypeError for anything but an int or an int32 tensor of one element, and ValueError for
     another device.
@@ -147,14 +164,16 @@ def token_count(
     if isinstance(num_tokens, Tensor):
         check_tensor("num_tokens", num_tokens.reshape(-1), (torch.int32,), (1,), device)
         return num_tokens, num_rows
-    if num_tokens is not None and (
-        isinstance(num_tokens, bool) or not isinstance(num_tokens, int | torch.SymInt)
-    ):
+    if num_tokens is None:
+        return None, num_rows
+    # A bool is an int in Python, but no number of tokens.
+    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int | torch.SymInt):
         raise TypeError(
             f"`num_tokens` must be an int or an int32 scalar tensor, got {describe(num_tokens)}"
         )
-    return None, num_rows if num_tokens is None else num_tokens
+    return None, num_tokens
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype without "torch."."""
     return str(dtype).removeprefix("torch.")

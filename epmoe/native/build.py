@@ -101,7 +101,7 @@ def build(
     cache = output_dir or _cache_dir()
     _check(cache.parent, around=True)
 
-    # All inputs. Whatever differs in one of them lies in another folder.
+    # Collect all inputs. The folder's name is their hash, so other inputs have another folder.
     gpus = _gpus(portable)
     rules = _rules(gpus, portable)
     tools = [_version(_compiler())]
@@ -111,7 +111,8 @@ def build(
     files = _files()
     steps = _steps(files, defines, gpus)
     folder = cache / _digest(rules, *tools, cpu, torch.__version__, steps, *files, *files.values())
-    # ninja works here. Sources are no part of the name, so it compiles what an edit reaches.
+    # ninja works in a folder whose name does not depend on the sources. So after an edit it finds
+    # its earlier results there, and compiles only what the edit reaches.
     work = cache / f"ninja-{_digest(rules, *tools, cpu)}"
     library = folder / "libepmoe.so"
     for path in (cache, folder, work):
@@ -134,7 +135,8 @@ def build(
                 _run_ninja(work / "csrc", lock)
                 for path in folder.iterdir():
                     path.chmod(0o755)
-                # The library moves last: a process that sees it finds all that belongs to it.
+                # Rename the library last: a process that finds it also finds all that belongs to
+                # it.
                 os.replace(f"{library}.new", library)
                 print("epmoe: the native library is compiled", file=sys.stderr)
     for path in folder.glob("*.so"):
@@ -143,9 +145,11 @@ def build(
 
 
 def ready() -> Path | None:
-    """The library of ``EPMOE_LIBRARY`` or of the installation; None where `build` has to make one.
+    """Find a library that exists already: that of ``EPMOE_LIBRARY``, or that of the installation.
 
-    An installation where torch saw no GPU has no kernels for GPUs, and torch may see some now."""
+    None says that `build` has to make one. That is also so if epmoe was installed where torch saw
+    no GPU, and torch sees some now: the library of the installation then has no kernels for GPUs.
+    """
     named = os.environ.get("EPMOE_LIBRARY")
     if named:
         return Path(named)
@@ -188,7 +192,7 @@ def architectures() -> tuple[str, ...]:
 
 
 def _gpus(portable: bool = False) -> tuple[str, ...]:
-    """The compute capabilities to compile CUDA kernels for; none without CUDA or nvcc."""
+    """The compute capabilities for which to compile CUDA kernels. Empty without CUDA or nvcc."""
     import torch
 
     has_cuda = portable or torch.version.cuda is not None
@@ -198,8 +202,8 @@ def _gpus(portable: bool = False) -> tuple[str, ...]:
 
 
 def problem_with_torch(version: str) -> str | None:
-    """A sentence, without a full stop, for a user whose torch is outside `TRIED_TORCH`; None for
-    every other torch.
+    """The warning for a user whose torch is older or newer than `TRIED_TORCH`, without a full stop.
+    None for every other torch.
     """
     major, minor = version.split(".")[:2]
     if TRIED_TORCH[0] <= (int(major), int(minor)) <= TRIED_TORCH[1]:
@@ -212,25 +216,29 @@ def problem_with_torch(version: str) -> str | None:
 
 
 def _rules(gpus: tuple[str, ...], portable: bool) -> str:
-    """Write the rules of `build.ninja`. Their commands run in a copy of csrc, and are the same in
-    every checkout. The folder of torch is in the environment, since it differs by virtual
+    """The rules of `build.ninja`, as text.
+
+    Their commands run in a copy of csrc, so they are the same for every checkout. Nor do they
+    contain the folder of torch, which differs between virtual environments: it is in the
     environment.
     """
     cxx = shlex.quote(_compiler())
     host = f"-ccbin={cxx}" if os.environ.get("CXX") else ""
     native = "" if portable else "-march=native"
 
-    # Machine code for each architecture; +PTX also has code that later GPUs compile.
+    # nvcc makes machine code for each architecture. With +PTX it also includes code that the
+    # drivers of later GPUs compile.
     codes = ""
     for gpu in gpus:
         number = gpu.removesuffix("+PTX").replace(".", "")
         codes += f" -gencode=arch=compute_{number},code=sm_{number}"
         if gpu.endswith("+PTX"):
             codes += f" -gencode=arch=compute_{number},code=compute_{number}"
-    # Instructions of Hopper alone, such as wgmma, are in no later GPU: nvcc wants the name sm_90a.
+    # Sources with instructions that only Hopper has, such as wgmma, need the architecture sm_90a.
     hopper = re.sub(r"_90\b", "_90a", codes)
 
-    # -ccbin: nvcc compiles the host's part by the same compiler.
+    # The reasons for parts of the commands:
+    # -ccbin makes nvcc compile the host's part with the same compiler.
     # `: torch $torch;` does nothing in the shell. It makes the version of torch a part of the
     # command, and ninja compiles again what another command has made.
     # `$$TORCH` is the folder of torch in the environment, where virtual environments differ;
@@ -262,10 +270,11 @@ rule link_cu
 
 
 def _steps(files: dict[str, str], defines: tuple[str, ...], gpus: tuple[str, ...]) -> str:
-    """Write the steps of `build.ninja`, which build into the folder `$to`. A symbol is defined for
-    sources that name it.
+    """The steps of `build.ninja`, as text. They build the libraries into the folder `$to`.
+
+    A symbol of `defines` is defined only for sources in which it occurs.
     """
-    # `build` takes the suffix away once all is there.
+    # `build` removes the suffix ".new" once all files are there.
     libraries = {"cpp": "libepmoe.so.new"}
     if gpus:
         libraries["cu"] = CUDA_LIBRARY
@@ -286,6 +295,7 @@ def _steps(files: dict[str, str], defines: tuple[str, ...], gpus: tuple[str, ...
 
 
 def _compiler() -> str:
+    """The C++ compiler: that of the environment variable CXX, otherwise `c++`."""
     compiler = os.environ.get("CXX") or "c++"
     if shutil.which(compiler) is None:
         raise BuildError(
@@ -295,6 +305,7 @@ def _compiler() -> str:
 
 
 def _digest(*texts: str) -> str:
+    """A short hash of these texts, for the name of a folder."""
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
@@ -306,6 +317,7 @@ def _files() -> dict[str, str]:
 
 
 def _version(tool: str) -> str:
+    """What a compiler says of its version."""
     return subprocess.run([tool, "--version"], capture_output=True, text=True, check=False).stdout
 
 
@@ -321,6 +333,7 @@ def _cpu_features() -> str:
 
 
 def _cache_dir() -> Path:
+    """The folder in which libraries are cached."""
     base = (
         os.environ.get("EPMOE_CACHE_DIR")
         or os.environ.get("XDG_CACHE_HOME")
@@ -330,7 +343,9 @@ def _cache_dir() -> Path:
 
 
 def _write(files: dict[str, str], folder: Path) -> None:
-    """Make `folder` hold these files and no others; those that are there keep their times."""
+    """Make `folder` hold these files and no others. A file that has its text already is not
+    touched, so that ninja does not compile it again.
+    """
     for path in folder.rglob("*"):
         if path.is_file() and path.relative_to(folder).as_posix() not in files:
             path.unlink()
@@ -343,8 +358,8 @@ def _write(files: dict[str, str], folder: Path) -> None:
 
 
 def _ninja() -> str:
-    """Find ninja: that of this environment, whether or not it is active; of a folder of `pip
-    install --target`; or of the PATH.
+    """Find ninja in this Python environment, even if that is not activated; then in the folders of
+    `pip install --target`; then on the PATH.
     """
     folders = [
         sysconfig.get_path("scripts"),
@@ -356,13 +371,16 @@ def _ninja() -> str:
         raise BuildError(
             "the native library is built with ninja, which is missing: pip install 'ninja>=1.11'"
         )
-    return os.path.abspath(ninja)  # it runs in another folder
+    # A relative path would be wrong, since ninja runs in another folder.
+    return os.path.abspath(ninja)
 
 
 def _run_ninja(folder: Path, lock: int) -> None:
-    """Build what is missing or out of date, and print how far it is. If this process is killed,
-    ninja and the compilers run to their end and still hold the lock. So their output goes to a
-    file, not to a pipe.
+    """Run ninja in `folder`, which builds what is missing or out of date. Prints how far it is.
+
+    `lock` is the descriptor of the lock file, which ninja inherits. If this process is killed,
+    ninja and the compilers run to their end and still hold the lock. For that case their output
+    goes to a file: writing to a pipe that nobody reads would end them.
     """
     import torch
 
@@ -380,18 +398,19 @@ def _run_ninja(folder: Path, lock: int) -> None:
         while code is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = ninja.wait(PROGRESS_S)
-            # `pread` does not move the place where ninja writes on.
-            said = os.pread(out.fileno(), 1 << 24, 0).decode(errors="replace")
-            steps = re.findall(r"^(\d+ of \d+ steps): ", said, re.MULTILINE)
+            # Read by `pread`, which does not move the position at which ninja writes.
+            output = os.pread(out.fileno(), 1 << 24, 0).decode(errors="replace")
+            steps = re.findall(r"^(\d+ of \d+ steps): ", output, re.MULTILINE)
             if code is None and steps:
                 print(f"epmoe: {steps[-1]}, {time.monotonic() - began:.0f} s", file=sys.stderr)
-    # The output of the compilers, without ninja's own lines.
+    # After a failure, show the output of the compilers without ninja's own lines.
     if code:
-        failed = re.sub(r"^\d+ of \d+ steps: .*\n", "", said, flags=re.MULTILINE)
-        raise BuildError(f"the native library did not compile:\n{failed.strip()}")
+        errors = re.sub(r"^\d+ of \d+ steps: .*\n", "", output, flags=re.MULTILINE)
+        raise BuildError(f"the native library did not compile:\n{errors.strip()}")
 
 
 def _check(path: Path, *, around: bool = False) -> None:
+    """Raise BuildError if another user could put code into a file or folder. See `who_else`."""
     who = who_else(path, around=around)
     if who:
         remedy = f"run `chmod go-w {path}`" if around else "remove it"
@@ -402,12 +421,13 @@ def _check(path: Path, *, around: bool = False) -> None:
 
 
 def who_else(path: Path, *, around: bool = False) -> str | None:
-    """Say which other user, except root, owns `path` or can write into it, as the end of a
-    sentence; None if nobody.
+    """Say which other user, besides root, owns `path` or can write into it. The text is the end of
+    a sentence. None if there is no such user, or if the path does not exist.
 
-    The path need not exist. `around`: a trusted folder is in it. Its sticky bit keeps others from
-    renaming what is not theirs, as in /tmp; and root works in folders of users, as containers do
-    that mount a home.
+    With `around`, the path is only the folder around a trusted folder, and less is asked of it. If
+    it has the sticky bit, as /tmp has, other users may write into it, since they cannot rename the
+    trusted folder. If this process is root, other users may own it, as in containers that mount a
+    home.
     """
     with contextlib.suppress(OSError):
         found = path.stat()
@@ -427,7 +447,7 @@ def who_else(path: Path, *, around: bool = False) -> str | None:
 
 
 def _writers(found: os.stat_result) -> str | None:
-    """Say who can write there besides the owner and root, if anybody."""
+    """Say who can write into a file or folder besides its owner and root. None if nobody can."""
     if found.st_mode & stat.S_IWOTH:
         return "every user"
     if not found.st_mode & stat.S_IWGRP or found.st_gid == 0:
@@ -435,22 +455,27 @@ def _writers(found: os.stat_result) -> str | None:
     user = str(os.geteuid())
     group = str(found.st_gid)
     members = list[str]()
-    with contextlib.suppress(KeyError):  # a container may have no names for its users
+    # KeyError: a container may have no names for its users.
+    with contextlib.suppress(KeyError):
         user = pwd.getpwuid(os.geteuid()).pw_name
         group, _, _, members = grp.getgrgid(found.st_gid)
-    # Systems with a umask of 002 give each user a group of his own.
+    # On systems with a umask of 002 each user has a group of his own, which is no danger.
     return None if group == user and set(members) <= {user} else f"group {group}"
 
 
 def _make_folder(path: Path) -> None:
+    """Make a folder and all folders around it, for this user alone."""
     for folder in reversed((path, *path.parents)):
         folder.mkdir(0o700, exist_ok=True)
 
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[int]:
-    """Make the lock file and its folder, and hold its lock within this context. The lock is that of
-    the file descriptor.
+    """A context that holds the lock of a file. Makes the file and its folder if they do not exist.
+
+    The lock belongs to the file descriptor, which the context yields. Child processes that inherit
+    the descriptor hold the lock, too. Raises BuildError if the lock is not free after
+    ``LOCK_TIMEOUT_S``.
     """
     try:
         _make_folder(path.parent)

@@ -1,4 +1,4 @@
-"""The formats in which rows travel between ranks. A format is a row of `WIRE_FORMATS`."""
+"""The formats in which rows travel between ranks. The table `WIRE_FORMATS` has all of them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 SCALE_BLOCK = 128  # elements of a row that share one fp8 scale
 LINE_BYTES = 16  # rows are whole lines
 EXTRA_IN_LINE = 12
-"""Bytes of `extra` in a line behind a row: see epmoe/exchange/extra.py."""
+"""How many extra bytes a line of 16 bytes holds: see epmoe/exchange/extra.py."""
 
 PayloadName = Literal["auto", "fp8"]
-"""What a user can choose: names of `WIRE_FORMATS`, and of `TRAINING_FORMATS`."""
+"""The payloads that a user can choose. They are names in `WIRE_FORMATS` and `TRAINING_FORMATS`."""
 
 
 @dataclass(frozen=True)
@@ -21,79 +21,109 @@ class WireFormat:
     """How a row travels. ``csrc/wire_format.h`` has the same table."""
 
     name: str
-    """The value of `exchange.payload` and `exchange.combine_payload`, unless the
-    format is packed.
+    """The name of the format. Formats that are not packed can be the value of `exchange.payload`
+    and `exchange.combine_payload`.
     """
     number: int
-    """The value of `WireFormat` in C++."""
+    """The number of the format in the enumeration `WireFormat` of C++."""
     element: torch.dtype | None
-    """None: the dtype of x, without scales."""
+    """The dtype of an element on the way. None: rows travel in the dtype of x, without scales."""
     element_bits: int
-    """0: as many as in the dtype of x."""
+    """The bits of an element. 0: as many as in the dtype of x."""
     scale: torch.dtype | None
+    """The dtype of a scale. None: there are no scales."""
     block: int
-    """Elements of a row that share a scale; 0: there are no scales."""
+    """How many elements of a row share a scale. 0: there are no scales."""
     packed: bool = False
-    """Scales lie behind the elements of their row, which has whole lines of 16 bytes; otherwise
-    they are a tensor.
+    """Whether the scales of a row lie behind its elements, and fill it up to whole lines of 16
+    bytes. Otherwise the scales are a tensor of their own.
     """
 
     def dtype_of(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the rows of an x of `dtype`."""
+        """The dtype in which the rows of x travel, if x has `dtype`."""
         return self.element or dtype
 
     def takes(self, D: int) -> bool:
-        """Whether a row of D elements has whole blocks."""
+        """Whether a row of D elements is made of whole blocks."""
         return not self.block or D % self.block == 0
 
     def row_items(self, D: int, dtype: torch.dtype) -> int:
-        """Items of `dtype_of(dtype)` in a row of D elements."""
+        """The length of a row of D elements, in items of the dtype in which it travels."""
         return self.row_bytes(D, dtype) // self.dtype_of(dtype).itemsize
 
     def row_bytes(self, D: int, dtype: torch.dtype) -> int:
-        """Bytes of a row of D elements of an x of `dtype`. Scales count if they are packed."""
-        elements = -(-D * (self.element_bits or 8 * dtype.itemsize) // 8)
-        return -(-(elements + self.scale_bytes(D)) // 16) * 16 if self.packed else elements
+        """Bytes of a row of D elements, if x has `dtype`. Scales count only if they are packed."""
+        # `-(-a // b)` is a / b rounded up.
+        bits = self.element_bits or 8 * dtype.itemsize
+        element_bytes = -(-D * bits // 8)
+        if not self.packed:
+            return element_bytes
+        return -(-(element_bytes + self.scale_bytes(D)) // LINE_BYTES) * LINE_BYTES
 
     def width(self, D: int, extra_bytes: int, dtype: torch.dtype) -> int:
-        """Elements of a row of D elements of an x of `dtype`, and of so many bytes behind them, in
-        whole blocks.
+        """The length of a row of D elements with `extra_bytes` behind them, in elements.
+
+        If the format has scales, the row is filled up to whole blocks. `dtype` is that of x.
         """
-        items = -(-extra_bytes // EXTRA_IN_LINE) * LINE_BYTES // self.dtype_of(dtype).itemsize
+        # Extra bytes fill whole lines, of which each holds `EXTRA_IN_LINE` of them.
+        extra_lines = -(-extra_bytes // EXTRA_IN_LINE)
+        items = extra_lines * LINE_BYTES // self.dtype_of(dtype).itemsize
         if not self.block:
             return D + items
         return -(-(D + items) // self.block) * self.block
 
     def num_scales(self, D: int) -> int:
+        """How many scales a row of D elements has. The last block may have fewer elements."""
         return -(-D // self.block) if self.block else 0
 
     def scale_bytes(self, D: int) -> int:
+        """Bytes of the scales of a row of D elements."""
         return self.num_scales(D) * self.scale.itemsize if self.scale else 0
 
 
 _FORMATS = (
-    WireFormat("auto", 0, None, 0, None, 0),
-    WireFormat("fp8", 1, torch.float8_e4m3fn, 8, torch.float32, SCALE_BLOCK),
-    WireFormat("packed_fp8", 2, torch.float8_e4m3fn, 8, torch.float32, SCALE_BLOCK, packed=True),
+    WireFormat(name="auto", number=0, element=None, element_bits=0, scale=None, block=0),
+    WireFormat(
+        name="fp8",
+        number=1,
+        element=torch.float8_e4m3fn,
+        element_bits=8,
+        scale=torch.float32,
+        block=SCALE_BLOCK,
+    ),
+    WireFormat(
+        name="packed_fp8",
+        number=2,
+        element=torch.float8_e4m3fn,
+        element_bits=8,
+        scale=torch.float32,
+        block=SCALE_BLOCK,
+        packed=True,
+    ),
 )
 WIRE_FORMATS = {each.name: each for each in _FORMATS}
 """The formats by their names."""
 
 TRAINING_FORMATS = {"auto": WIRE_FORMATS["auto"], "fp8": WIRE_FORMATS["packed_fp8"]}
-"""The formats of training, by the `payload` of a `TrainingExchange`."""
+"""The formats of rounds of training, by the `payload` of a `TrainingExchange`."""
 
 
 def format_of_rows(D: int, scales: int) -> WireFormat:
-    """The format of rows of D elements that come with so many scales each; "fp8" where no format
-    has so many.
+    """Find the format of rows that come with a tensor of scales.
+
+    `D` is the number of elements and `scales` the number of scales of a row. Returns the format
+    "fp8" if no format fits.
     """
-    scaled = [each for each in WIRE_FORMATS.values() if each.scale and not each.packed]
-    return next((each for each in scaled if each.num_scales(D) == scales), scaled[0])
+    with_scales = [each for each in WIRE_FORMATS.values() if each.scale and not each.packed]
+    for wire in with_scales:
+        if wire.num_scales(D) == scales:
+            return wire
+    return with_scales[0]
 
 
 def payload_of(element: torch.dtype, block: int) -> PayloadName | None:
-    """The name of the payload whose rows arrive as `element` with a scale for each `block`
-    elements; None: no such.
+    """The name of the payload whose rows arrive in the dtype `element`, with a scale for each
+    `block` elements. None if there is no such payload.
     """
     name: PayloadName
     for name in get_args(PayloadName):

@@ -1,9 +1,10 @@
-"""Operators that compilers know by name, and that eager calls do not pass.
+"""Operators that torch.compile sees by name, and that cost an eager call almost nothing.
 
-`torch.library.custom_op` costs the host 20 to 100 µs a call, most of it in wrappers of Python. Only
-those who look at operators need it: a compiler, a mode such as that of selective checkpoints, a
-transform of torch.func, a subclass of Tensor. For all other calls an operator here is its function,
-and its gradients are those of one `torch.autograd.Function`.
+A call of an operator of `torch.library.custom_op` costs the host 20 to 100 µs, most of it in
+wrappers of Python. Only some callers need a named operator: a compiler, a mode such as that of
+selective checkpoints, a transform of torch.func, a subclass of Tensor. For all other callers an
+operator of this module calls its function directly, and has its gradients by one
+`torch.autograd.Function`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 _PLAIN = frozenset({Tensor, nn.Parameter, int, bool, float, str, list, NoneType})
-"""Types of arguments at which nobody looks."""
+"""Types of arguments that do not intercept operators, as a subclass of Tensor may."""
 
 
 class Operator:
@@ -26,7 +27,9 @@ class Operator:
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.direct = function
-        """the function itself, for callers at which nobody looks: within another operator"""
+        """The function itself. Code within another operator calls it, since nothing intercepts
+        operators there.
+        """
         self._custom = torch.library.custom_op(name, function, mutates_args=())
         namespace, short_name = name.split("::")
         self._overload = getattr(getattr(torch.ops, namespace), short_name).default
@@ -37,15 +40,16 @@ class Operator:
         }
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
-        """`CustomOpDef.register_fake`."""
+        """Register the fake, as `CustomOpDef.register_fake` does."""
         return self._custom.register_fake(fake)
 
     def register_autograd(
         self, backward: Callable[..., Any], *, setup_context: Callable[..., Any] | None = None
     ) -> None:
-        """`CustomOpDef.register_autograd`, with its arguments.
+        """Register the gradients, as `CustomOpDef.register_autograd` does.
 
-        Without `setup_context` the operator refuses gradients, by what `backward` raises.
+        Without `setup_context` the operator has no gradients, and `backward` raises the error that
+        says so.
         """
         self._custom.register_autograd(backward, setup_context=setup_context)
         if setup_context is not None:
@@ -57,21 +61,24 @@ class Operator:
             return self._overload(*arguments, **options)
         if not (torch.is_grad_enabled() and _any_requires_grad(arguments)):
             return self.direct(*arguments, **options)
-        # Gradients that nobody has registered are torch's to refuse.
+        # If no gradients were registered, the overload raises the error.
         if self._differentiable is None:
             return self._overload(*arguments, **options)
         return self._differentiable.apply(*arguments, self._defaults | options)
 
 
 def named(name: str) -> Callable[[Callable[..., Any]], Operator]:
-    """A decorator as `torch.library.custom_op(name, mutates_args=())`, for functions whose outputs
-    are new memory.
+    """A decorator that makes an `Operator` of a function, in place of
+    `torch.library.custom_op(name, mutates_args=())`. The function changes no argument, and returns
+    new memory.
     """
     return lambda function: Operator(name, function)
 
 
 def is_looked_at(arguments: tuple[Any, ...]) -> bool:
-    """Whether a mode, a transform or a subclass of Tensor wants to see operators by their names."""
+    """Whether a mode, a transform or a subclass of Tensor intercepts operators, and so needs their
+    names.
+    """
     if torch._C._len_torch_dispatch_stack() or forward_ad._current_level >= 0:
         return True
     if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -80,6 +87,7 @@ def is_looked_at(arguments: tuple[Any, ...]) -> bool:
 
 
 def _any_requires_grad(arguments: tuple[Any, ...]) -> bool:
+    """Whether any argument is a tensor that requires a gradient."""
     return any(isinstance(each, Tensor) and each.requires_grad for each in arguments)
 
 
@@ -89,8 +97,10 @@ def _function_of(
     setup_context: Callable[..., Any],
     takes_options: bool,
 ) -> type[torch.autograd.Function]:
-    """Make an autograd.Function of a function and its gradients. Its last argument has the options,
-    which come by name.
+    """Make an autograd.Function of a function and its gradients.
+
+    `apply` of the result takes the positional arguments of the function and, last, a dict with its
+    keyword arguments (`options`). `takes_options` says whether the function has keyword arguments.
     """
 
     class Direct(torch.autograd.Function):
@@ -98,14 +108,18 @@ def _function_of(
         def forward(ctx: Any, *arguments: Any) -> Any:
             *inputs, options = arguments
             output = function(*inputs, **options)
+            # torch passes `keyword_only_inputs` only for operators that have such arguments.
             by_name = {"keyword_only_inputs": options} if takes_options else {}
             setup_context(ctx, inputs=tuple(inputs), output=output, **by_name)
             return output
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            found = gradients(ctx, *grads)
-            return *(found if isinstance(found, tuple) else (found,)), None
+            grad_inputs = gradients(ctx, *grads)
+            if not isinstance(grad_inputs, tuple):
+                grad_inputs = (grad_inputs,)
+            # The options, which are the last argument, have no gradient.
+            return *grad_inputs, None
 
     Direct.__name__ = Direct.__qualname__ = function.__name__
     return Direct

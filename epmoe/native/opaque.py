@@ -1,22 +1,24 @@
-"""Layers as operators, which torch.compile and torch.export keep and do not look into.
+"""Layers as operators, which torch.compile and torch.export keep as they are.
 
     a `MoELayer`         x [T,D], routing, order ─ epmoe::moe(layer_id) ─▶ y [T,D]
     a host's module      x [T,D], ids, weights, parameters ─ epmoe::module(layer_id) ─▶ y [T,D]
 
 An operator finds its layer by a number. Placement and windows belong to the layer, so a graph holds
-no memory of an exchange. An operator returns y in new memory: inductor writes into outputs that
-nobody reads any longer, and memory of a window may not be written.
+no memory of an exchange. An operator returns its output y in new memory, never in a window: the
+compiler inductor reuses the memory of outputs that are read no more, and would write into the
+window.
 
-`order` is the same tensor for all layers of an `ExpertParallel`. `epmoe::moe` says that it changes
-`order`, although it does not touch it. Every pass of a compiler therefore keeps the rounds of one
-exchange, and keeps their order, which must be the same on all ranks. The window cannot take its
-place: functionalisation copies what an operator changes, and writes it back later, over what other
-ranks have sent meanwhile.
+Rounds must run in the same order on all ranks, and a compiler must neither drop nor reorder them.
+For that all layers of an `ExpertParallel` share one tensor, `order`. The schema of `epmoe::moe`
+says that the operator changes `order`, although it does not touch it. A compiler therefore keeps
+the operators and their order. The window cannot serve in place of `order`: functionalisation copies
+a tensor that an operator changes and writes the copy back later, over rows that other ranks have
+sent meanwhile.
 
-`epmoe::module` changes nothing, so that graphs with it become CUDA graphs. A compiler keeps each
-round because the framework's model reads its y, and keeps their order because each layer reads the
-output of the layer before. The module's parameters are arguments: compilers must know when they
-move, and FSDP collects them anew in each pass.
+The schema of `epmoe::module` says that it changes nothing, so that graphs with it can become CUDA
+graphs. A compiler keeps each round since the framework's model reads its y, and keeps their order
+since each layer reads the output of the layer before. The module's parameters are arguments of the
+operator: a compiler must know when they move, and FSDP collects them anew in each pass.
 """
 
 from __future__ import annotations
@@ -37,11 +39,13 @@ _Named = TypeVar("_Named")
 
 
 class Registry(Generic[_Named]):
-    """Objects under numbers, by which operators of graphs find them. It keeps no object alive.
+    """Objects by number, so that the operators of a graph find them. It keeps no object alive.
 
-    A graph with a number of 0 or 1 would serve no other number, where torch makes one graph for
-    several. New numbers therefore begin at 2. They are not used again: a CUDA graph that was
-    recorded with one holds the windows behind it. `find` raises `gone`, with the number for `{}`.
+    New numbers begin at 2. torch can make one graph for several values of a number, but gives 0 and
+    1 graphs of their own. A number is not used again after its object is gone, since a CUDA graph
+    that was recorded with the number still uses the windows of that object.
+
+    `gone` is the text of the error for a number without an object, with `{}` for the number.
     """
 
     def __init__(self, gone: str) -> None:
@@ -53,18 +57,16 @@ class Registry(Generic[_Named]):
         return number in self._objects
 
     def add(self, named: _Named, number: int | None = None) -> int:
-        """Put an object under `number`, by default a new one, and return the number."""
+        """Register an object under `number`, by default under a new number. Returns the number."""
         if number is None:
             number = next(n for n in self._new_numbers if n not in self._objects)
         self._objects[number] = named
         return number
 
     def find(self, number: int) -> _Named:
-        """The object under a number. Raises RuntimeError once it is gone.
-
-        A compiler may have made the number symbolic, as it does with attributes of modules under
-        FSDP2. `int` then makes one graph for each object.
-        """
+        """The object of a number. Raises RuntimeError if it is gone."""
+        # A compiler may have made the number symbolic, as it does with attributes of modules under
+        # FSDP2. `int` makes it a plain number, so that each object gets a graph of its own.
         number = int(number)
         named = self._objects.get(number)
         if named is None:
@@ -72,6 +74,7 @@ class Registry(Generic[_Named]):
         return named
 
     def drop(self, number: int, named: _Named) -> None:
+        """Forget an object, unless another one has its number by now."""
         if self._objects.get(number) is named:
             del self._objects[number]
 
@@ -80,10 +83,10 @@ class Layer(Protocol):
     """A layer that `epmoe::moe` can run."""
 
     layer_id: int
-    """The number that `register` has returned."""
+    """The number that `register` has returned for the layer."""
     order: Tensor
-    """`ExpertParallel.order`. A module has it as a buffer: other changed inputs keep a graph out of
-    CUDA graphs.
+    """`ExpertParallel.order`. A module registers it as a buffer. A graph that changes an input
+    which is no buffer could not become a CUDA graph.
     """
 
     def run(
@@ -94,34 +97,51 @@ class Layer(Protocol):
         num_tokens: int | Tensor | None,
         extra: Tensor | None = None,
     ) -> Tensor:
-        """Run a round for tokens [T, D]. `routing` are logits [T, E] if `weights_TK` is None,
-        otherwise ids [T, K], and `extra` is what else the layer takes for each token. Returns y [T,
-        D], contiguous, in the dtype of x and in memory of its own. Raises what the exchange has
-        reported.
+        """Run a round.
+
+        The letters are `T` tokens, `D` the hidden size, `E` logical experts and `K` experts per
+        token. Raises the errors that the exchange has reported.
+
+        Args:
+            x_TD: the tokens.
+            routing: logits [T, E] if `weights_TK` is None, otherwise ids [T, K].
+            weights_TK: the weights of the ids, or None.
+            num_tokens: how many of the rows are tokens; None: all.
+            extra: a further tensor [T, …] that the layer takes for each token, or None.
+
+        Returns:
+            The output y [T, D], contiguous, in the dtype of x and in memory of its own.
         """
 
 
 Forward = Callable[[Any, list[Tensor], Tensor, Tensor, Tensor], Tensor]
-"""(module, its parameters, x [T,D], ids [T,K], weights [T,K]) → y [T,D] in memory of its own"""
+"""A function (module, its parameters, x [T, D], ids [T, K], weights [T, K]) → y [T, D]. It returns
+y in memory of its own.
+"""
 
 
 class ModuleLayer:
-    """A module of a host framework, which `epmoe::module` runs as `forward`. Copies of the module
-    do not copy it.
+    """A module of a host framework, which the operator `epmoe::module` runs by calling `forward`.
 
-    The module holds this object, and is not kept alive by it. The number follows from `name`, if
-    given, so that graphs that the framework keeps on disk find the layer in another process. A
-    later layer of the same name takes its place. Graphs that look at `released` do not match any
-    more after `release`.
+    The module holds this object, and this object does not keep the module alive. A copy of the
+    module has None in its place.
+
+    With a `name`, the number of the layer is a hash of the name. Graphs that the framework has
+    saved on disk then find the layer in another process. A later layer of the same name replaces
+    this one.
+
+    `released` becomes True by `release`. A compiled graph that has read it as False is not used any
+    more then.
     """
 
     def __init__(self, module: object, forward: Forward, name: str | None = None) -> None:
         self.module = weakref.ref(module)
         self.forward = forward
         self.released = False
-        number = (
-            None if name is None else int.from_bytes(blake2b(name.encode(), digest_size=7).digest())
-        )
+        number = None
+        if name is not None:
+            digest = blake2b(name.encode(), digest_size=7).digest()
+            number = int.from_bytes(digest)
         self.layer_id = _layers.add(self, number)
 
     def __call__(
@@ -131,12 +151,13 @@ class ModuleLayer:
         return y
 
     def release(self) -> None:
-        """Take the number away: programs that name it raise RuntimeError."""
+        """Give the number up. Programs that contain it raise RuntimeError from now on."""
         self.released = True
         _layers.drop(self.layer_id, self)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # copies of the module have None in its place
+        # Pickling and copying call this: they get None in place of this object.
+        return type(None), ()
 
 
 _layers = Registry[Any](
@@ -154,10 +175,10 @@ _library.define(
 
 
 def register(layer: Layer, layer_id: int | None = None) -> int:
-    """Give a layer a number, by which an operator finds it.
+    """Give a layer a number, by which the operator `epmoe::moe` finds it.
 
     Args:
-        layer: is not kept alive.
+        layer: the layer, which is not kept alive.
         layer_id: by default the next number that no layer has had.
 
     Returns:
@@ -184,8 +205,9 @@ def moe(
     num_tokens: int | Tensor | None,
     extra: Tensor | None = None,
 ) -> Tensor:
-    """Run a layer as an operator, with the arguments of `run`. A layer calls it if
-    `torch.compiler.is_compiling()`.
+    """Run a layer by the operator `epmoe::moe`, with the arguments of `Layer.run`.
+
+    Layers call it while a compiler traces them (`torch.compiler.is_compiling()`).
     """
     scalar, num_rows = token_count(num_tokens, x_TD.shape[0], x_TD.device)
     return torch.ops.epmoe.moe(
@@ -204,9 +226,12 @@ def _moe(
     extra: Tensor | None = None,
 ) -> Tensor:
     """The operator `epmoe::moe`: find the layer, and run it."""
-    rows = None if num_rows == x.shape[0] else num_rows
+    # Turn the two arguments of the operator back into one: see `token_count`.
+    tokens: int | Tensor | None = num_tokens
+    if num_tokens is None and num_rows != x.shape[0]:
+        tokens = num_rows
     layer: Layer = _layers.find(layer_id)
-    return layer.run(x, routing, weights, rows if num_tokens is None else num_tokens, extra)
+    return layer.run(x, routing, weights, tokens, extra)
 
 
 def _module(

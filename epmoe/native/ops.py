@@ -1,9 +1,13 @@
 """The native operators: their schemas and fakes, and the library that implements them.
 
-Schemas live here, implementations in ``csrc``; the dispatcher picks the device. A number that
-follows T is a SymInt, so that one compiled graph serves every T. Operators that compilers see have
-a fake; the others run within operators of Python. ``EPMOE_LIBRARY`` names a library to load in
-place of the built one.
+The schemas are here, and the implementations in ``csrc``. torch's dispatcher chooses that of the
+tensors' device. A number that depends on the number of tokens is a SymInt, so that one compiled
+graph serves any number of tokens. Operators that a compiler may see have a fake. The other
+operators are called only within operators that are written in Python. The environment variable
+``EPMOE_LIBRARY`` names a library to load in place of the built one.
+
+Letters in comments: `T` tokens, `D` the hidden size, `N` expert-major rows, `E` logical and `e`
+local experts, `K` experts per token.
 """
 
 from __future__ import annotations
@@ -17,10 +21,12 @@ from torch import Tensor
 from epmoe.native import build
 from epmoe.native.formats import WIRE_FORMATS
 
-# In the order of their numbers in csrc/types.h.
+# The dtypes that kernels support, in the order of their numbers in csrc/types.h.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 
-_ROWS_AT_ONCE = 4096  # whose products are in fp32
+# `weighted_rows_backward_` on the CPU takes so many rows at once, since it has copies of them in
+# fp32.
+_ROWS_AT_ONCE = 4096
 
 _library = torch.library.Library("epmoe", "DEF")
 _library.define(
@@ -29,13 +35,13 @@ _library.define(
     "int scores_per_group, float routed_scaling_factor, bool int64_ids, Tensor(a!)? counters) -> "
     "(Tensor ids, Tensor weights)"
 )
-# Of the weights that route has given for `ids`, the gradients of the logits.
+# The gradients of the logits from those of the weights that route has returned for `ids`.
 _library.define(
     "route_backward(Tensor grad_weights, Tensor logits, Tensor ids, Tensor weights, bool sigmoid, "
     "bool renormalize, float renormalize_epsilon, float routed_scaling_factor) -> Tensor"
 )
-# Rows of x [T, D], in the dtype of grad [T, E], where a row of grad has anything but zeros; zeros
-# elsewhere, where x may hold anything.
+# Copies rows of x [T, D] into the dtype of grad [T, E]. If a row of grad is all zeros, the row
+# becomes zeros, whatever x holds there.
 _library.define("reached_rows(Tensor x, Tensor grad) -> Tensor")
 _library.define(
     "permute(Tensor x, Tensor ids, Tensor expert_map, int num_local_experts, Tensor? counts, int "
@@ -46,14 +52,15 @@ _library.define(
     "finalize(Tensor rows, Tensor row_of_pair, Tensor weights, Tensor? counts) -> Tensor"
 )
 _library.define("zero_padding_rows_(Tensor(a!) x, Tensor? num_tokens, SymInt num_rows) -> ()")
-# A scale for each `block` elements of a row, on GPUs 128; 0: one for all real rows.
+# Quantizes rows, with one scale for each `block` elements of a row; on GPUs `block` is 128 or 0.
+# With a `block` of 0 there is one scale for all real rows.
 _library.define(
     "quantize_fp8(Tensor x, Tensor? num_tokens, SymInt num_rows, int block) -> (Tensor q, Tensor "
     "scales)"
 )
-# Only rows of segments are read and written; without tokens_per_expert these have no gaps. Scales
-# lie block by block, [B, N] in rows of a multiple of 16 bytes. Those of gated_activation are empty
-# unless the outputs are quantized.
+# These two read and write only rows of segments. Without tokens_per_expert the segments have no
+# gaps. Scales are [blocks of a row, N], of which each row takes a multiple of 16 bytes. The scales
+# of gated_activation are empty unless its outputs are quantized.
 _library.define(
     "gated_activation(Tensor gate_up, Tensor expert_offsets, Tensor? tokens_per_expert, Tensor? "
     "bias, bool interleaved, float limit, float alpha, float up_offset, bool quantize) -> (Tensor "
@@ -62,30 +69,32 @@ _library.define(
 _library.define(
     "scales_by_block(Tensor scales, Tensor expert_offsets, Tensor? tokens_per_expert) -> Tensor"
 )
-# On GPUs: weights [e, n, k] in MXFP4, codes [e, n, k/2] and scales [e, n, k/32], as bf16.
+# On GPUs: converts weights [e, n, k] from MXFP4, which are codes [e, n, k/2] and scales [e, n,
+# k/32], to bf16.
 _library.define("dequantize_mxfp4(Tensor codes, Tensor scales) -> Tensor")
-# The whole experts stage on GPUs, where experts have few rows: rows and weights all fp8 with
-# scales, or all bf16; or bf16 rows and weights in MXFP4. Of an expert, 8 · token_tiles rows share a
-# reading of its weights: 1, 2 or 4 tiles with MXFP4, else 1, 4 or 8. With 4 or 8, sums of bf16 and
-# fp8 have the order of the GEMMs for many rows: that of bf16 below, or DeepGEMM.
+# The whole experts stage on GPUs, for experts with few rows. Rows and weights are all fp8 with
+# scales, or all bf16, or rows are bf16 and weights MXFP4. The weights of an expert are read once
+# for 8 · token_tiles rows. token_tiles is 1, 2 or 4 with MXFP4, and otherwise 1, 4 or 8. With 4 or
+# 8 tiles, the sums of bf16 and fp8 have the same order as the GEMMs for many rows: `hopper_gemm`
+# below for bf16, and DeepGEMM for fp8.
 _EXPERTS = (
     "Tensor rows, Tensor? row_scales, Tensor gate_up, Tensor? gate_up_scales, Tensor? "
     "gate_up_bias, Tensor down, Tensor? down_scales, Tensor? down_bias, Tensor expert_offsets, "
     "Tensor? tokens_per_expert, bool interleaved, float limit, float alpha, float up_offset"
 )
 _library.define(f"few_rows({_EXPERTS}, int token_tiles) -> Tensor")
-# The same in fp8 on GPUs of compute capability 9.0, as one kernel, with sums in the order of
-# DeepGEMM: for at most 1024 experts.
+# The same stage in fp8 as one kernel, on GPUs of compute capability 9.0 and for at most 1024
+# experts. Its sums have the order of DeepGEMM.
 _library.define(f"fused_experts({_EXPERTS}) -> Tensor")
-# Grouped GEMMs in bf16 on GPUs of compute capability 9.0, by expert: rows [N, k] · weights [e, n,
-# k]ᵀ → [N, n], and grad [N, n]ᵀ · rows [N, k] → [e, n, k]. `ends` are the rows behind the segments.
-# Weights may be in MXFP4.
+# Grouped GEMMs in bf16 on GPUs of compute capability 9.0. For each expert: rows [N, k] · weights
+# [e, n, k]ᵀ → [N, n], and grad [N, n]ᵀ · rows [N, k] → [e, n, k]. `ends` has for each expert the
+# first row behind its segment. The weights may be in MXFP4.
 _library.define("hopper_gemm(Tensor rows, Tensor weights, Tensor ends) -> Tensor")
 _library.define(
     "hopper_gemm_mxfp4(Tensor rows, Tensor codes, Tensor scales, Tensor ends) -> Tensor"
 )
 _library.define("hopper_gemm_weights(Tensor grad, Tensor rows, Tensor ends) -> Tensor")
-# The experts of training by these GEMMs: what `Gemm.train` and `Gemm.train_backward` say.
+# The experts stage of training by these GEMMs. `Gemm.train` and `Gemm.train_backward` describe it.
 _GATING = "bool interleaved, float limit, float alpha, float up_offset"
 _library.define(
     "hopper_experts(Tensor rows, Tensor w_gate_up, Tensor w_down, Tensor? bias, Tensor "
@@ -96,28 +105,28 @@ _library.define(
     f"Tensor? w_gate_up, Tensor w_down, Tensor expert_offsets, Tensor? tokens_per_expert, {_GATING}"
     ", bool needs_down) -> (Tensor grad_gate_up, Tensor grad_weights, Tensor, Tensor, Tensor)"
 )
-# On GPUs, x [T, k] · weight [n, k]ᵀ → [T, n], in one order of sums for any T.
+# On GPUs: x [T, k] · weight [n, k]ᵀ → [T, n]. The order of the sums is the same for any T.
 _library.define("invariant_linear(Tensor x, Tensor weight) -> Tensor")
-# For training: the gated activation times the weight of its row, in rows of segments. Gaps become
-# zeros.
+# For training: the gated activation, each row multiplied by its weight. It works on the rows of
+# segments, and fills the rows of gaps with zeros.
 _GATES = (
     "Tensor gate_up, Tensor? row_weights, Tensor expert_offsets, Tensor? tokens_per_expert, bool "
     "interleaved, float limit, float alpha, float up_offset"
 )
 _library.define(f"weighted_gates({_GATES}) -> Tensor")
-# Gradients of gate_up and of row_weights; and, where `outputs` are asked for, what weighted_gates
-# returns, else [0, F].
+# Its gradients: of gate_up and of row_weights. The third result is the output of weighted_gates if
+# `outputs` is true, and otherwise an empty tensor [0, F], where F is the experts' inner size.
 _library.define(
     f"weighted_gates_backward(Tensor grad, {_GATES}, bool outputs) -> (Tensor, Tensor, Tensor)"
 )
-# Of rows times their weights, grad becomes the gradient of the rows, and that of the weights
-# returns.
+# The gradients of rows multiplied by their weights. It overwrites `grad` with the gradient of the
+# rows, and returns the gradient of the weights.
 _library.define(
     "weighted_rows_backward_(Tensor(a!) grad, Tensor rows, Tensor? row_weights, Tensor "
     "expert_offsets, Tensor? tokens_per_expert) -> Tensor"
 )
-# Rows [T, D] in the format packed_fp8, [T, bytes of a row]; and back to [N, D], in the dtype of
-# `like`.
+# Converts rows [T, D] to the format packed_fp8, [T, bytes of a row]; and back to [N, D] in the
+# dtype of `like`.
 _library.define("pack_fp8(Tensor x, Tensor? num_tokens, SymInt num_rows) -> Tensor")
 _library.define("unpack_fp8(Tensor packed, Tensor like, Tensor expert_offsets) -> Tensor")
 for _phase in ("", "_send", "_recv"):
@@ -130,23 +139,25 @@ for _phase in ("", "_send", "_recv"):
         f"combine{_phase}(Tensor(c!) y, Tensor? rows, Tensor(a!) window, Tensor(b!) scratch, "
         "Tensor descriptor) -> ()"
     )
-# A dispatch of training: rows, expert_offsets, tokens_per_expert, row weights and the round's
-# descriptor, all new.
+# The dispatch of a round of training. It returns rows, expert_offsets, tokens_per_expert, row
+# weights and the round's descriptor, all in new memory.
 _library.define(
     "dispatch_to_caller(Tensor x, Tensor ids, Tensor weights, Tensor? num_tokens, SymInt num_real, "
     "Tensor(a!) window, Tensor(b!) scratch, Tensor prepared, Tensor? outputs, Tensor(c!)? "
     "products, SymInt num_rows) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-# On the CPU, words that ranks put into one another's windows: a post, at an offset in bytes, is a
-# release; a read, in ascending order into a new int64 [n], is an acquire of each.
+# On the CPU: words that ranks write into one another's windows. `post_word` stores a word at an
+# offset in bytes, with release order. `read_words` loads words in ascending order, each with
+# acquire order, and returns a new int64 [n].
 _library.define("post_word(Tensor(a!) window, int offset, int value) -> ()")
 _library.define("read_words(Tensor words) -> Tensor")
-# On the CPU, where ranks wait for a round to begin (epmoe/exchange/lobby.py): uint8, a cache line
-# of 64 bytes for a futex and one for each seat. A wait ends by a signal, or after `longest_ns`.
+# On the CPU: the lobby, where ranks wait for a round to begin (epmoe/exchange/lobby.py). It is
+# uint8, with a cache line of 64 bytes for a futex and one for each seat. A wait ends when the round
+# begins, by a signal to the process, or after `longest_ns`.
 _library.define("come(Tensor(a!) lobby, int seat, int value) -> ()")
 _library.define("await_round(Tensor lobby, int round, int longest_ns) -> bool")
-# Of the hierarchical exchange (epmoe/rail/exchange.py): slabs for each node, and the sum of what
-# the nodes send back.
+# For the exchange over several nodes (epmoe/rail/exchange.py): `rail_pack` makes a slab of rows for
+# each node, and `rail_sum` adds the rows that the nodes send back.
 _library.define(
     "rail_pack(Tensor x, Tensor ids, Tensor weights, Tensor? scales, Tensor? num_tokens, SymInt "
     "num_rows, Tensor copies, Tensor num_copies, Tensor node_of, Tensor node_local, Tensor "
@@ -158,7 +169,8 @@ _library.define(
     "rail_sum(Tensor own, Tensor returned, Tensor slots_of, SymInt slab_rows, int node, Tensor? "
     "missed, Tensor(a!)? latched, Tensor(b!)? noticed, Tensor(c!) y) -> ()"
 )
-# CUDA only (epmoe/rail/nccl.py): what the host sees of transfers while the GPU runs ahead of it.
+# Only on GPUs (epmoe/rail/nccl.py): `rail_mark` shows the host how far transfers are, and
+# `rail_tags` compares the tags of rows that have arrived.
 _library.define(
     "rail_mark(Tensor(a!) count, Tensor(b!) shown, Tensor(c!)? latched, Tensor(d!)? stop, bool "
     "ends, Tensor(e!)? sent, int slabs) -> ()"
@@ -173,7 +185,8 @@ _library.define(
     "Tensor"
 )
 _library.define("shared_bytes_needed(Tensor plan) -> int")
-# Plans of placements (epmoe/live/balance.py), on the CPU: loads float64 [L, E], slots int32 [L, P].
+# On the CPU: plans of where experts are (epmoe/live/balance.py). loads are float64 [layers, logical
+# experts], and slots int32 [layers, physical experts].
 _library.define("balance_shares(Tensor loads, Tensor slots, int ep_size) -> Tensor")
 _library.define(
     "balance_plan(Tensor loads, Tensor slots, int ep_size, int max_moves, float goal, int "
@@ -186,10 +199,12 @@ _library.define(
 _library.define(
     "balance_quotas(Tensor loads, Tensor slots, int ep_size, int source, int width) -> Tensor"
 )
-_library.define("layouts() -> str")  # see epmoe/native/layouts.py
-# Raises RuntimeError, with a sentence for users, if the other operators cannot work on GPUs here.
+# The layouts of structs of C++: epmoe/native/layouts.py reads them.
+_library.define("layouts() -> str")
+# Loads the CUDA kernels. Raises RuntimeError, with a text for users, if they cannot work here.
 _library.define("load_cuda() -> ()")
-# CUDA only (epmoe/native/streams.py): a stream by its handle, and whether it was idle and has gone.
+# Only on GPUs (epmoe/native/streams.py): make_stream returns the handle of a new stream. end_stream
+# destroys the stream if it has no work, and returns whether it has done so.
 _library.define("make_stream(int device, int priority) -> int")
 _library.define("end_stream(int stream) -> bool")
 
@@ -264,7 +279,8 @@ def _(
     expert_offsets: Tensor,
     tokens: Tensor | None,
 ) -> Tensor:
-    # In torch and not in C++: sums in torch's order have the bits of a layer of torch.
+    # It is written in torch and not in C++, so that its sums have the same order, and thus the same
+    # bits, as those of a layer in torch.
     by_weights = rows.new_empty(len(rows), dtype=torch.float32)
     places = torch.arange(min(int(expert_offsets[-1]), len(rows)))
     by_weights[: len(places)] = 0
@@ -286,29 +302,32 @@ def _(*arguments: object) -> None:
 
 
 def __getattr__(name: str) -> torch._ops.OpOverload:
-    """An operator. The first one loads the library: configs, plans and the doctor need neither it
-    nor a compiler.
+    """Look an operator up by name. The first lookup loads the library, and builds it if necessary.
 
-    Raises AttributeError if there is no such operator, and BuildError if the library does not
-    build.
+    The library is not loaded earlier, since configs, plans and `epmoe doctor` need neither the
+    library nor a compiler. Raises AttributeError if there is no such operator, and BuildError if
+    the library cannot be built.
     """
     operator = getattr(torch.ops.epmoe, name).default
     _load()
-    globals()[name] = operator  # what is found here is looked up without this function
+    # Python finds the name in the module from now on, and does not call this function for it again.
+    globals()[name] = operator
     return operator
 
 
 @cache
 def _load() -> None:
+    """Load the native library, once. Raises BuildError if it cannot be built or loaded."""
     path = build.ready() or build.build()
     problem = build.problem_with_torch(torch.__version__)
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        # torch turns whatever is raised meanwhile into it, by a signal handler, too.
+        # torch turns any exception during the load into an OSError, also one that a signal handler
+        # has raised. Raise the original one.
         cause = error.__cause__
         if cause is not None and not isinstance(cause, OSError):
             raise cause from None
-        # The cause has the linker's words.
+        # The cause has the message of the dynamic linker.
         reasons = [str(error.__cause__ or error), *([problem] if problem else [])]
         raise build.BuildError(f"the native library does not load: {'; '.join(reasons)}") from None

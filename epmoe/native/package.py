@@ -1,6 +1,4 @@
-"""This package: its version, its extras, and the sentence for an optional package that
-is missing.
-"""
+"""The version of this package, its extras, and the text for an extra that is missing."""
 
 from __future__ import annotations
 
@@ -15,14 +13,17 @@ EXTRAS = {
     "transformers": "hf",
     "safetensors": "hf",
 }
-"""Top-level module → the extra that installs it."""
+"""The extra of epmoe that installs a package, by the package's top-level module."""
 
 
 def sentence(purpose: str, package: str) -> str:
+    """Tell the user how to install a package that is needed for `purpose`."""
     return f"{purpose} needs {package}: pip install 'epmoe[{EXTRAS[package]}]'"
 
 
 def explain(error: ModuleNotFoundError) -> str | None:
-    """The sentence for a failed import of an optional package; None for any other module."""
+    """Tell the user how to install an optional package whose import has failed. None if the module
+    is not one of an extra.
+    """
     package = (error.name or "").partition(".")[0]
     return sentence("this command", package) if package in EXTRAS else None

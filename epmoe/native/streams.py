@@ -1,8 +1,8 @@
-"""Streams of a GPU that nobody else has.
+"""Streams of a GPU that no other code uses.
 
-torch has 32 streams of a priority, and hands them out again and again. So a stream of torch's may
-be the very one that another thread of the host captures, or runs kernels on that wait for ranks. A
-copy that is to wait for nobody needs a stream of its own.
+torch has 32 streams of each priority, and hands out the same ones again and again. Another thread
+may capture a graph on a stream of torch's, or run kernels on it that wait for ranks. A copy that
+must wait for no kernel needs a stream that no other code has.
 """
 
 from __future__ import annotations
@@ -18,39 +18,40 @@ HIGH = -1
 """The priority of copies and transfers for which kernels of a round wait."""
 
 _ended = deque[int]()
-"""Handles of streams that nobody has any more, until they are destroyed."""
+"""The handles of streams whose objects are gone, until the streams are destroyed."""
 
-# They belong to the parent, whose work may be on them.
+# In a forked child they are forgotten: the streams belong to the parent, whose work may be on them.
 os.register_at_fork(after_in_child=_ended.clear)
 
 
 class EndsWithItsOwner:
-    """A stream whose handle is kept to be destroyed once nobody has the object.
+    """A base class of streams. When the object is gone, the handle of its stream goes into
+    `_ended`, to be destroyed later.
 
-    torch's streams of CUDA take weak references and leave them behind as they end (`THCPStream` of
-    torch 2.11 clears none), so that a later collection reads memory that is free. A finalizer of
-    the object itself needs none.
+    It uses `__del__` and no `weakref.finalize`: torch's class of CUDA streams does not clear weak
+    references when an object ends (`THCPStream` of torch 2.11), so a later garbage collection would
+    read memory that is free.
     """
 
     handle = 0
 
     def __del__(self) -> None:
-        # A collection, on any thread, does nothing of CUDA. The end of the process ends all
-        # streams, and may have taken the list.
+        # The garbage collector calls this on any thread, so it must not call CUDA. At the end of
+        # the process the list may be gone. The streams then end with the process.
         if self.handle and _ended is not None:
             _ended.append(self.handle)
 
 
 class _OwnStream(EndsWithItsOwner, torch.cuda.ExternalStream):
-    pass
+    """A stream that `own_stream` has made."""
 
 
 def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
-    """Make a stream of a GPU that waits for no default stream. Any thread may call it, also while
-    another one captures a graph.
+    """Make a stream of a GPU that waits for no default stream.
 
-    It lives as long as the object that this returns, and as the work on it: it is destroyed when
-    the next one is made. Raises RuntimeError if CUDA has no room for it.
+    Any thread may call it, also while another thread captures a graph. The stream stays as long as
+    the returned object and the work on the stream. It is destroyed when a later stream is made.
+    Raises RuntimeError if CUDA cannot make a stream.
     """
     _destroy_idle()
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -61,10 +62,13 @@ def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
 
 
 def _destroy_idle() -> None:
+    """Destroy the streams whose objects are gone and whose work has ended."""
     for _ in range(len(_ended)):
         try:
             handle = _ended.popleft()
-        except IndexError:  # another thread is here, too
+        except IndexError:
+            # Another thread has taken the rest of the list.
             return
+        # A stream that still has work stays in the list.
         if not ops.end_stream(handle):
             _ended.append(handle)

@@ -1,9 +1,9 @@
-"""Checkpoints of models whose experts are spread over ranks. A checkpoint that one group has saved
-can be loaded by a group of any other size.
+"""Checkpoints of models whose experts are spread over ranks. A group of any size loads what another
+group has saved.
 
-A checkpoint has tensors [E, …] of all E logical experts. Each rank holds its own rows of such a
-tensor. If the experts can train, the tensor is a DTensor; otherwise this module wraps the rows in a
-`Rows`. torch's functions for state dicts find both, also in models that are compiled or wrapped.
+A checkpoint has tensors [E, …] of all experts. A rank has its own rows of them: in a DTensor if the
+experts can train, otherwise in `Rows`. torch's functions for state dicts find both, also in models
+that are compiled or wrapped.
 """
 
 from __future__ import annotations
@@ -28,70 +28,54 @@ from epmoe.local.weight_formats import take_rows
 from epmoe.service import ExpertParallel
 from epmoe.training.models import eps_of, expert_parallels
 
-# A message names at most this many experts.
+# Experts that a message names.
 _MOST_NAMED = 16
-# How to save or load with some of all ranks. An error of a call without `group` says it.
-_GIVE_GROUP = "where only a part of all ranks calls, these give their `group`"
-# The keys of an optimizer's state begin with this prefix.
+_PART_OF_THE_WORLD = "where only a part of all ranks calls, these give their `group`"
+# Keys of an optimizer's state begin with it.
 _OPTIMIZER = "optimizer."
 
 
 class _Layer(NamedTuple):
-    """What says which experts a layer has on each rank."""
+    """The layer whose experts have some `Rows`."""
 
     ep: ExpertParallel
     tag: int
 
 
-class _ExpertsHook:
-    """A hook that makes the entries of experts in a state dict stand for all E experts.
+class _Named:
+    """Finds the experts in a state dict, and puts `Rows` in place of their parameters.
 
-    torch calls it after `state_dict` of each module that has an `ExpertParallel`. The hook puts
-    `Rows` in place of parameters that have only this rank's experts, and a list of all experts in
-    place of the list of this rank's experts. It remembers what it has replaced. The entries are
-    looked up by `id`, since their keys change when a model is wrapped.
+    It is a hook that runs after `state_dict` of each module that has an `ExpertParallel`.
     """
 
     def __init__(self) -> None:
         self.rows: dict[int, _Layer] = {}
-        """the layer of each `Rows`, by the `id` of the `Rows`"""
+        """the layer of each `Rows`, by the id of the `Rows`"""
         self.lists: dict[int, Tensor] = {}
-        """this rank's list of experts, by the `id` of the list of all experts in the state dict"""
+        """this rank's list of experts, by the id of the list of all experts"""
         self.experts: set[nn.Module] = set()
-        """modules of experts whose `ExpertParallel` is known. If several modules around the experts
-        have one, that of the nearest module counts.
-        """
+        """modules of experts whose ExpertParallel is known: that of the nearest module around"""
 
     def __call__(self, owner: Any, state: dict[str, Any], prefix: str, _: object) -> None:
-        """Replace the entries of the experts below `owner` in a state dict.
-
-        `prefix` is what precedes the names of the owner's entries. torch gives the hook a fourth
-        argument, which is not needed.
-        """
+        """Name the experts of a module, in its part of a state dict."""
         ep = eps_of(owner)[0]
         layer = _Layer(ep, getattr(owner, "tag", 0))
-        # A `MoELayer` has an entry that lists this rank's experts. Let it list all experts.
+        # A layer lists its experts: here, all of them.
         if hasattr(owner, "router_weight"):
             key = f"{prefix}_extra_state"
             experts = torch.arange(ep.placement.num_experts, dtype=torch.int32)
             self.lists[id(experts)] = state[key]
             state[key] = experts
-        # torch runs the hooks of inner modules first, so experts that an inner module has claimed
-        # are left alone.
         for path, module in owner.named_modules():
             is_experts = isinstance(module, GroupedExperts) or path == "experts"
             if not is_experts or module in self.experts:
                 continue
             self.experts.update(module.modules())
             for name, _ in module.named_parameters():
-                self._wrap_parameter(f"{prefix}{path}.{name}", state, layer)
+                self._name_parameter(f"{prefix}{path}.{name}", state, layer)
 
-    def _wrap_parameter(self, key: str, state: dict[str, Any], layer: _Layer) -> None:
-        """Put `Rows` in place of the entry `key`, unless the entry stands for all experts already.
-
-        A DTensor does, and so does a plain tensor with the rows of all experts in their order.
-        Raises ValueError if the tensor does not have one row for each of this rank's experts.
-        """
+    def _name_parameter(self, key: str, state: dict[str, Any], layer: _Layer) -> None:
+        """Put `Rows` in place of a parameter, unless it has all experts."""
         ep = layer.ep
         held = ep.logical_experts(layer.tag)
         E = ep.placement.num_experts
@@ -105,7 +89,7 @@ class _ExpertsHook:
                 f"rank, got {list(value.shape)}: after `resume`, give the layer its new "
                 f"experts first"
             )
-        # This import takes most of a second, which programs without checkpoints should not spend.
+        # Imported here: it takes most of a second.
         from epmoe.checkpoint.rows import Rows
 
         rows = Rows(value, held, E)
@@ -116,54 +100,48 @@ class _ExpertsHook:
 def full_state_dict(module: nn.Module, *, cpu_offload: bool = False) -> dict[str, Any]:
     """Make the state dict that a group of one rank would have, with all E logical experts.
 
-    Collective over the group of each layer. It is like torch's `get_model_state_dict` with
-    `StateDictOptions(full_state_dict=True, cpu_offload=…)`, and it knows the experts.
+    Collective over the group of each layer. The arguments are those of torch's
+    `StateDictOptions(full_state_dict=True, cpu_offload=…)`.
 
     Args:
         module: a layer or a model.
-        cpu_offload: if True, only rank 0 of the first replica gets tensors, and they are on the
-            CPU. All other ranks get {}. If False, every rank gets all tensors, on the device of its
-            layer.
+        cpu_offload: only rank 0 of the group gets tensors, on the CPU, and the other ranks get {},
+            those of its replicas, too. Otherwise every rank gets them, on the device of its layer.
 
     Returns:
-        The state dict. Tensors of experts are [E, …]. A tensor that this rank holds completely
-        shares the memory of the module, as in torch's `state_dict()`. In a group of one rank these
-        are all tensors.
+        Tensors of experts are [E, …]. What this rank has whole shares the memory of the module, as
+        in torch's `state_dict()`: with one rank that is everything.
 
     Raises:
-        ValueError: a parameter of a layer's experts does not have one row for each of this rank's
-            experts; or some `GroupedExperts` belong to no `ExpertParallel`, so that nobody knows
-            which experts they are.
-        EPStateError: the `ExpertParallel` of a layer is closed; or experts are moving on a rank,
-            which the error names on the other ranks. Call `ExpertParallel.apply` on all ranks
-            first.
-        EPTimeoutError: some ranks have ended, or did not call within `exchange.warmup_timeout_s`.
-            The error names these ranks.
+        ValueError: a parameter of a layer's experts has not a row for each of them; or nothing says
+            of which rank some `GroupedExperts` are.
+        EPStateError: the `ExpertParallel` of a layer is closed. Or experts move on a rank, which
+            the others name: call `ExpertParallel.apply` on all ranks before.
+        EPTimeoutError: ranks ended or did not come within `exchange.warmup_timeout_s`. It names
+            them.
     """
     eps = expert_parallels(module)
     with naming("full_state_dict", eps), together(eps) as steps:
         if any(ep.size > 1 and ep.group is None for ep in eps):
             raise EPStateError("this ExpertParallel is closed: its ranks have no group any more")
-        state, hook = _state_of(module)
+        state, named = _state_of(module)
         is_first = all(_is_first(ep) for ep in eps)
         peers = steps[0] if steps else Peers.of(None)
         on_cpu = cpu_offload and is_first
-        run_uninterrupted(steps, partial(_gather_all, state, hook, peers, cpu_offload, on_cpu))
+        run_uninterrupted(steps, partial(_gather_all, state, named, peers, cpu_offload, on_cpu))
     return state if is_first or not cpu_offload else {}
 
 
 def _gather_all(
-    state: dict[str, Any], hook: _ExpertsHook, peers: Peers, cpu_offload: bool, on_cpu: bool
+    state: dict[str, Any], named: _Named, peers: Peers, cpu_offload: bool, on_cpu: bool
 ) -> None:
-    """Replace each entry of which this rank has a part by the complete tensor. Collective.
-
-    With `cpu_offload` only rank 0 of a group gets useful values of experts. `on_cpu` says that this
-    rank returns the tensors to its caller on the CPU.
+    """Replace tensors of which ranks have parts by complete ones. Collective. With `cpu_offload`
+    only the first rank gets useful values.
     """
     for key, value in state.items():
         complete = value
-        if id(value) in hook.rows:
-            layer = hook.rows[id(value)]
+        if id(value) in named.rows:
+            layer = named.rows[id(value)]
             complete = gather(value.local, layer.ep, layer.tag, cpu_offload=cpu_offload)
         elif hasattr(value, "full_tensor"):
             with peers.waiting():
@@ -174,55 +152,49 @@ def _gather_all(
 
 
 def _is_first(ep: ExpertParallel) -> bool:
-    """Whether this rank is rank 0 of its group, and its group is the first of all replicas."""
-    # The mesh of `ep` has a dimension for each kind of replica, and one for the ranks of the group.
+    """Whether this rank is the first one of its group and of all replicas of it."""
     coordinate = None if ep.mesh is None else ep.mesh.get_coordinate()
     return ep.rank == 0 and not any(coordinate or ())
 
 
 def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
-    """Load this rank's part of a state dict of all experts.
+    """Load this rank's part of a state dict that `full_state_dict` returned, in a group of any
+    size.
 
-    The state dict may come from `full_state_dict` in a group of any size. No rank waits for
-    another.
+    No rank waits for another.
 
     Args:
         module: a layer or a model.
-        state_dict: the result of `full_state_dict`, or another dict with the same keys and shapes.
-            A dict that was made by hand needs no entries `_extra_state`. Every rank needs the whole
-            dict. With `torch.load(file, mmap=True)` a rank reads only the rows that it takes.
+        state_dict: that of `full_state_dict`, or another one with the same keys and shapes; one
+            made by hand needs no `_extra_state`. Every rank needs the whole dict:
+            `torch.load(file, mmap=True)` reads only what the rank takes.
 
     Raises:
-        ValueError: `state_dict` does not hold all experts; or the module has one of the faults for
-            which `full_state_dict` raises ValueError.
-        RuntimeError: keys are missing or unexpected, or shapes differ. torch raises it.
+        ValueError: `state_dict` does not hold all experts; and as `full_state_dict`.
+        RuntimeError: torch's, for missing or unexpected keys and for shapes.
     """
-    expected, hook = _state_of(module)
+    expected, named = _state_of(module)
     local = dict(state_dict)
-    # A dict that was made by hand has no list of its experts. Then its tensors have all experts,
-    # which the length of the tensors will confirm below.
+    # A dict made by hand lists no experts: its tensors [E, …] are of all of them.
     for key, value in expected.items():
-        if id(value) in hook.lists:
+        if id(value) in named.lists:
             local.setdefault(key, value)
     for key in expected.keys() & local.keys():
         value = expected[key]
         stored = local[key]
-        # The dict must have all experts.
-        if id(value) in hook.lists:
+        if id(value) in named.lists:
             if stored.tolist() != value.tolist():
                 raise ValueError(
                     f"`{key}` must list all {len(value)} experts, got {_listed(stored.tolist())}"
                 )
-            local[key] = hook.lists[id(value)]
-        elif (id(value) in hook.rows or is_spread(value)) and len(stored) != len(value):
+            local[key] = named.lists[id(value)]
+        elif (id(value) in named.rows or is_spread(value)) and len(stored) != len(value):
             raise ValueError(f"`{key}` must hold all {len(value)} experts, got {len(stored)}")
-        # Take this rank's part of each tensor.
-        if id(value) in hook.rows:
+        if id(value) in named.rows:
             local[key] = take_rows(stored, value.held)
         elif hasattr(value, "device_mesh"):
             from torch.distributed.tensor import distribute_tensor
 
-            # Every rank has the whole tensor, so that none has to send it: no source rank.
             stored = stored.to(value.device)
             local[key] = distribute_tensor(
                 stored, value.device_mesh, value.placements, src_data_rank=None
@@ -233,18 +205,17 @@ def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> No
 def sharded_state_dict(
     module: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
-    """Make a state dict for torch.distributed.checkpoint, in which tensors of experts are [E, …].
+    """Make a state dict with tensors [E, …] of all logical experts. This rank has its own rows of
+    them.
 
-    This rank has its own rows of these tensors. `save`, `async_save` and `load` of torch take the
-    dict, also as a part of a larger dict. If several ranks hold an expert, torch writes one copy.
-    The tensors share the memory of the module, so reading into them loads the module.
+    It is what torch.distributed.checkpoint takes (`save`, `async_save`, `load`), also within a
+    larger dict. Of an expert that several ranks hold, torch writes one copy. Tensors share the
+    memory of the module: what is read into them is loaded.
 
-    With an `optimizer` of the module's parameters, the dict also has its state, under keys such as
-    `optimizer.state.experts.w_down.exp_avg`. Reading does not give this state to the optimizer;
-    `epmoe.checkpoint.load` does.
-
-    Raises ValueError for the faults for which `full_state_dict` does, and if the optimizer's state
-    of an expert parameter is a tensor but not a DTensor.
+    State of the `optimizer`, which optimises parameters of the module, has keys such as
+    `optimizer.state.experts.w_down.exp_avg`. `load` gives it to the optimizer. Raises the
+    ValueErrors of `full_state_dict`, and ValueError if the optimizer has state of experts that
+    is no DTensor.
     """
     return _state_of(module, optimizer)[0]
 
@@ -256,27 +227,26 @@ def save(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Save a layer or a model by torch.distributed.checkpoint. Collective.
+    """Save a layer or a model by torch.distributed.checkpoint. Every rank calls it and writes its
+    share.
 
-    Every rank writes its own share. The folder may have a checkpoint already. At any moment it then
-    has the former checkpoint or the new one, even if a rank dies: the new files are written beside
-    the former ones, and the last step is the rename of one file.
+    Where the folder has a checkpoint, it has this one or the new one at any moment, whichever rank
+    dies: files are written beside those that are there, and one rename of a file is the last step.
 
     Args:
         module: a layer or a model.
-        folder: a path that all ranks see.
-        optimizer: an optimizer of the module's parameters, whose state is saved, too.
-        group: the ranks that call. It needs a backend for CPU tensors. By default all ranks call.
+        folder: which all ranks see; a path.
+        optimizer: optimises parameters of the module. Its state is saved, too.
+        group: the ranks that call, with a CPU backend; by default all ranks.
 
     Raises:
-        ValueError: `folder` is not a path; or `sharded_state_dict` raises it for the module or the
-            optimizer.
-        RuntimeError: a rank cannot write. All ranks raise it, and the folder stays as it was.
-        EPError: EPStateError or EPTimeoutError, as `full_state_dict` raises them. Ranks may also
-            finish their writes at times that differ by `exchange.warmup_timeout_s`.
+        ValueError: see `sharded_state_dict`; or `folder` is no path.
+        RuntimeError: a rank cannot write; on all ranks. The folder stays as it was.
+        EPError: EPStateError or EPTimeoutError of `full_state_dict`. Ranks may be as far apart when
+            they have written.
     """
     eps = expert_parallels(module)
-    remedy = _GIVE_GROUP if group is None else ""
+    remedy = _PART_OF_THE_WORLD if group is None else ""
     with naming("save", eps, remedy=remedy), all_ranks(eps, group) as peers:
         folders.save(partial(sharded_state_dict, module, optimizer), folder, peers)
 
@@ -288,15 +258,14 @@ def load(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Load a checkpoint that any number of ranks has saved with `save`. Collective.
+    """Load what ranks of any number have saved with `save`. Every rank calls it and reads its own
+    experts only.
 
-    Every rank reads its own experts only. The arguments are those of `save`. If an `optimizer` is
-    given, its state is loaded, too. A module on the meta device needs memory first, by `to_empty`.
-
-    Raises ValueError if `sharded_state_dict` does. All ranks raise ValueError if `folder` has no
-    checkpoint, or its checkpoint has other keys or shapes or lacks the optimizer. Raises
-    EPStateError and EPTimeoutError as `save` does; ranks may finish their reads at times that
-    differ by `exchange.warmup_timeout_s`.
+    Arguments are those of `save`. A module on the meta device gets memory by `to_empty` first. With
+    an optimizer its state is loaded, too. Errors are those of `sharded_state_dict`, and the
+    EPErrors of `save`: ranks may be as far apart when they have read. ValueError, on all ranks,
+    means also that `folder` has no checkpoint, or one without the optimizer, or with other keys or
+    shapes.
     """
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
@@ -304,37 +273,33 @@ def load(
     )
 
     eps = expert_parallels(module)
-    remedy = _GIVE_GROUP if group is None else ""
+    remedy = _PART_OF_THE_WORLD if group is None else ""
     with naming("load", eps, remedy=remedy), all_ranks(eps, group) as peers, peers.together():
-        # Wait until every rank has its state dict. If a rank cannot make one, all ranks raise here,
-        # before anything of the module has changed.
-        state, hook = _state_of(module, optimizer)
+        # All ranks can, or nothing is touched.
+        state, named = _state_of(module, optimizer)
         peers.all_gather(None)
-        # Most tensors of the dict share the memory of the module, and this read fills them.
+        # Values that are read into tensors of the module are loaded by that.
         folders.load(state, folder, peers)
-        # Values that are not tensors, and the state of the optimizer, have to be handed over.
-        module_state = {}
-        optimizer_state = {}
+        # The rest, and the state of the optimizer.
+        of_module = {}
+        of_optimizer = {}
         for key, value in state.items():
             if key.startswith(_OPTIMIZER):
-                optimizer_state[key.removeprefix(_OPTIMIZER)] = value
-            elif id(value) in hook.lists:
-                # The module wants the list of this rank's experts.
-                module_state[key] = hook.lists[id(value)]
+                of_optimizer[key.removeprefix(_OPTIMIZER)] = value
+            elif id(value) in named.lists:
+                of_module[key] = named.lists[id(value)]
             else:
-                # A `Rows` has this rank's rows in `local`. Any other value is loaded as it is.
-                module_state[key] = getattr(value, "local", value)
-        _set_state(module, module_state)
+                # The tensor in `Rows`, or the value itself.
+                of_module[key] = getattr(value, "local", value)
+        _set_state(module, of_module)
         if optimizer is not None:
             options = StateDictOptions(flatten_optimizer_state_dict=True)
-            set_optimizer_state_dict(module, optimizer, optimizer_state, options=options)
+            set_optimizer_state_dict(module, optimizer, of_optimizer, options=options)
 
 
 def check_held(state: Tensor, ep: ExpertParallel, want: Sequence[int]) -> None:
-    """Raise ValueError unless a state dict has the weights of this rank's experts.
-
-    `state` is the list of logical experts in the state dict, int32 [e]; `want` is the list of the
-    experts that this rank holds. Layers call it when they load a state dict.
+    """Raise ValueError unless `state` lists the experts that this rank holds, `want`. Weights of
+    these experts come with it.
     """
     got = state.tolist()
     if got != want:
@@ -347,11 +312,9 @@ def check_held(state: Tensor, ep: ExpertParallel, want: Sequence[int]) -> None:
 
 def _state_of(
     module: nn.Module, optimizer: torch.optim.Optimizer | None = None
-) -> tuple[dict[str, Any], _ExpertsHook]:
-    """Make the state dict of a module, and of an optimizer, with tensors [E, …] of all experts.
-
-    Also returns the hook that knows which entries it has replaced. No rank waits for another. Keys
-    of the optimizer's state begin with `_OPTIMIZER`.
+) -> tuple[dict[str, Any], _Named]:
+    """Make the state dict of a module with tensors of all experts. The state of an optimizer is in
+    it under keys of its own.
     """
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
@@ -359,44 +322,36 @@ def _state_of(
         get_optimizer_state_dict,
     )
 
-    # The hook is there for this one state dict: another call of `state_dict` has this rank's rows.
-    hook = _ExpertsHook()
-    handles = []
-    for each in module.modules():
-        if eps_of(each):
-            handles.append(each.register_state_dict_post_hook(hook))
+    named = _Named()
+    hooks = [each.register_state_dict_post_hook(named) for each in module.modules() if eps_of(each)]
     try:
         state = dict(get_model_state_dict(module))
     finally:
-        for handle in handles:
-            handle.remove()
+        for hook in hooks:
+            hook.remove()
     if dist.is_initialized() and dist.get_world_size() > 1:
-        _check_experts_are_known(module, hook)
+        _check_all_named(module, named)
 
-    # The optimizer's state of experts must stand for all experts, too.
+    # Experts have state in DTensors, too.
     if optimizer is not None:
         flat = StateDictOptions(flatten_optimizer_state_dict=True)
         experts = set()
         for key, value in state.items():
-            if is_spread(value) or id(value) in hook.rows:
+            if is_spread(value) or id(value) in named.rows:
                 experts.add(key)
-        optimizer_state: dict[str, Any] = get_optimizer_state_dict(module, optimizer, options=flat)
-        for key, value in optimizer_state.items():
-            # A key is "state.", the name of the parameter, and a field such as "exp_avg".
+        of_optimizer: dict[str, Any] = get_optimizer_state_dict(module, optimizer, options=flat)
+        for key, value in of_optimizer.items():
             name, _, _field = key.removeprefix("state.").rpartition(".")
             if name in experts:
-                value = _checked_optimizer_value(key, value)
+                value = _checked(key, value)
             state[_OPTIMIZER + key] = value
-    return state, hook
+    return state, named
 
 
-def _check_experts_are_known(module: nn.Module, hook: _ExpertsHook) -> None:
-    """Raise ValueError if some `GroupedExperts` of a model belong to no `ExpertParallel`.
-
-    Their parameters are those of one rank, and nothing would say which experts these are.
-    """
+def _check_all_named(module: nn.Module, named: _Named) -> None:
+    """Raise ValueError if nothing says which rank's experts some `GroupedExperts` are."""
     for name, experts in module.named_modules():
-        if not isinstance(experts, GroupedExperts) or experts in hook.experts:
+        if not isinstance(experts, GroupedExperts) or experts in named.experts:
             continue
         if not is_spread(experts.w_down):
             raise ValueError(
@@ -407,12 +362,11 @@ def _check_experts_are_known(module: nn.Module, hook: _ExpertsHook) -> None:
 
 
 def _set_state(module: nn.Module, state: dict[str, Any]) -> None:
-    """Load a state dict by torch's `set_model_state_dict`.
+    """Load a state dict by torch's `set_model_state_dict`, also into modules that a model has under
+    several names.
 
-    It also works for a module that a model has under several names, which torch's function does not
-    handle. The keys of a state dict leave out the parts that wrappers such as `torch.compile` and
-    DDP add to names. torch puts these parts back into the first name of a module only. Here they
-    are put back into its other names.
+    A state dict has no names of wrappers such as `torch.compile` and DDP. torch puts them back into
+    the first name of a module alone, and misses the others.
     """
     from torch.distributed.checkpoint.state_dict import _get_fqns, set_model_state_dict
 
@@ -420,7 +374,6 @@ def _set_state(module: nn.Module, state: dict[str, Any]) -> None:
     for path, owner in module.named_modules(remove_duplicate=False):
         if path in first_paths:
             continue
-        # The name that the state dict has for this module, and the name that torch would look for.
         [plain] = _get_fqns(module, path)
         [wrapped] = _get_fqns(module, path, skip_ddp_prefix=False, skip_compiler_prefix=False)
         if plain == wrapped:
@@ -432,11 +385,9 @@ def _set_state(module: nn.Module, state: dict[str, Any]) -> None:
     set_model_state_dict(module, state)
 
 
-def _checked_optimizer_value(key: str, value: Any) -> Any:
-    """Check one value of an optimizer's state of an expert parameter.
-
-    It must be a DTensor of all experts, or a single number; otherwise this raises ValueError. If
-    the DTensor has partial sums, they are added up, since torch cannot save them.
+def _checked(key: str, value: Any) -> Any:
+    """Check an optimizer's state of experts: it must be a DTensor of all experts, or a number.
+    Raises ValueError otherwise. Returns it without partial sums.
     """
     if hasattr(value, "device_mesh"):
         if any(placement.is_partial() for placement in value.placements):
@@ -456,14 +407,12 @@ def _checked_optimizer_value(key: str, value: Any) -> Any:
 
 
 def gather(local: Tensor, ep: ExpertParallel, tag: int, *, cpu_offload: bool) -> Tensor:
-    """Gather a parameter of all E experts from the ranks of a group. Collective.
-
-    `local` [e, …] has the rows of this rank, and `tag` is that of the layer. Returns [E, …]. With
-    `cpu_offload` the result is on the CPU, and only rank 0 gets useful values.
+    """Gather the rows [e, …] of all ranks to all experts [E, …]. With `cpu_offload` only rank 0
+    gets useful values, on the CPU.
     """
     peers = peers_of(ep)
     E = ep.placement.num_experts
-    # With `cpu_offload` the other ranks only send. A buffer of one row is enough for that.
+    # Other ranks only send, for which one row is enough.
     only_sends = cpu_offload and ep.rank > 0
     num_rows = 1 if only_sends else E
     full = torch.empty(num_rows, *local.shape[1:], dtype=local.dtype)
@@ -480,7 +429,7 @@ def gather(local: Tensor, ep: ExpertParallel, tag: int, *, cpu_offload: bool) ->
 
 
 def _listed(experts: Sequence[int]) -> str:
-    """Name experts in a message: the first of them, and how many more there are."""
+    """Experts in a message."""
     listed = str(list(experts[:_MOST_NAMED]))
     more = len(experts) - _MOST_NAMED
     if more > 0:

@@ -218,3 +218,23 @@ def test_what_a_folder_cannot_give_is_named(tmp_path):
         assert "\n" not in str(raised.value)
     with pytest.raises(ValueError, match="s3://bucket/saved: must be a path"):
         checkpoint.save(layer, "s3://bucket/saved")
+
+
+def test_a_handler_right_behind_a_hook_leaves_state_dicts_as_they_are(monkeypatch):
+    """The hook that then stays on the layer does nothing."""
+    layer = make_layer()
+    register = nn.Module.register_state_dict_post_hook
+
+    hooks = []
+
+    def interrupted(module: nn.Module, hook: object) -> None:
+        register(module, hook)
+        hooks.append(hook)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(nn.Module, "register_state_dict_post_hook", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.sharded_state_dict(layer)
+    layer.state_dict()
+    [hook] = hooks
+    assert not hook.rows and not hook.lists

@@ -55,9 +55,13 @@ class _Named:
         """this rank's list of experts, by the id of the list of all experts"""
         self.experts: set[nn.Module] = set()
         """modules of experts whose ExpertParallel is known: that of the nearest module around"""
+        self.is_over = False
+        """whether the state dict is made: state dicts of others have this rank's rows"""
 
     def __call__(self, owner: Any, state: dict[str, Any], prefix: str, _: object) -> None:
         """Name the experts of a module, in its part of a state dict."""
+        if self.is_over:
+            return
         ep = eps_of(owner)[0]
         layer = _Layer(ep, getattr(owner, "tag", 0))
         # A layer lists its experts: here, all of them.
@@ -323,10 +327,16 @@ def _state_of(
     )
 
     named = _Named()
-    hooks = [each.register_state_dict_post_hook(named) for each in module.modules() if eps_of(each)]
+    hooks = []
     try:
+        for each in module.modules():
+            if eps_of(each):
+                hooks.append(each.register_state_dict_post_hook(named))
         state = dict(get_model_state_dict(module))
     finally:
+        # A signal handler that raises right behind a registration keeps its handle from the list.
+        # The hook that stays does nothing from here on.
+        named.is_over = True
         for hook in hooks:
             hook.remove()
     if dist.is_initialized() and dist.get_world_size() > 1:

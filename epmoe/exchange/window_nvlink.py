@@ -60,7 +60,8 @@ class NVLinkWindow:
         Raises:
             MemoryError: the GPU of this rank has not enough memory.
             RuntimeError: this GPU has no peer access to another one, or as `share_descriptors`
-            says. TimeoutError: as `share_descriptors` says.
+                says.
+            TimeoutError: as `share_descriptors` says.
         """
 
         def clear(local: Tensor) -> Callable[[], None]:

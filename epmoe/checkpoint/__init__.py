@@ -1,5 +1,8 @@
-"""Checkpoints: state dicts of all logical experts, a rank's experts out of a folder of safetensors,
-and such a folder of a trained model; LoRA adapters of experts.
+"""Checkpoints of models whose experts are spread over ranks.
+
+The functions here save and load state dicts of all logical experts, save a trained model as a
+folder of safetensors, and load and save LoRA adapters of experts. `SafetensorsFolder` reads one
+rank's experts out of such a folder.
 """
 
 from epmoe.checkpoint.adapters import load_adapter

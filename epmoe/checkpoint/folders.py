@@ -1,10 +1,14 @@
-"""Folders of torch.distributed.checkpoint. A save replaces the checkpoint in a folder as a whole,
-at whichever write it may end.
+"""Saves and loads folders of torch.distributed.checkpoint.
 
-    saved/shards-5f2c…/   the files of all ranks, which nobody reads yet
-    saved/.metadata       names them: one rename replaces it, then the former files go
+A save replaces the checkpoint in a folder as a whole. If a process dies during the save, the folder
+still has the former checkpoint.
 
-torch's own readers take such a folder, too. They find files by the paths in `.metadata`.
+    saved/shards-5f2c…/   all ranks write their files here, and nobody reads these files yet
+    saved/.metadata       names the files of the checkpoint
+
+When all files are on the disk, one rename replaces `.metadata`, and the files of the former
+checkpoint are removed. torch's own readers can read such a folder, too, since they find the files
+by the paths in `.metadata`.
 """
 
 from __future__ import annotations
@@ -27,27 +31,30 @@ if TYPE_CHECKING:
 
 _METADATA = ".metadata"
 _SHARDS = "shards-"
-# The metadata in `shards-…`, until it is moved to the folder.
+# The name of the new metadata file within `shards-…`, before it becomes `.metadata`.
 _PREPARED = "published"
 
 
 def save(
     state_of: Callable[[], Mapping[str, Any]], folder: str | os.PathLike[str], peers: Peers
 ) -> None:
-    """Write the state dict that `state_of` returns; each rank has its own part of it. See
-    `epmoe.checkpoint.save`. Collective, one step of all ranks.
+    """Write a checkpoint into a folder. Collective; it succeeds on all ranks or raises on all.
+
+    `epmoe.checkpoint.save` calls it and describes its errors. Each rank calls `state_of`, which
+    returns the state dict with this rank's part of each tensor.
     """
     # Imported here: it takes most of a second.
     import torch.distributed.checkpoint as dcp
 
     path = Path(folder)
     failed = f"{folder}: cannot be saved"
-    # All ranks take that of rank 0.
+    # Each rank draws a name. Below, all ranks take the name that rank 0 has drawn.
     shards = f"{_SHARDS}{uuid.uuid4().hex[:12]}"
     publish = partial(_on_first, peers, partial(_publish, path / shards), failed)
     try:
         with peers.together(publish):
-            # All ranks can, or nothing is touched.
+            # Wait until every rank has its state dict. If a rank cannot make one, all ranks raise
+            # here, before anything in the folder has changed.
             state = dict(state_of())
             peers.all_gather(None)
             if "://" in os.fspath(folder):
@@ -58,6 +65,7 @@ def save(
             if peers.rank == 0:
                 path.mkdir(parents=True, exist_ok=True)
                 _clean(path)
+            # Write the new files beside the files of the former checkpoint.
             shards = peers.all_gather(shards)[0]
             write = partial(dcp.save, state, checkpoint_id=path / shards, process_group=peers.group)
             _by_torch(write, peers, failed, RuntimeError)
@@ -65,36 +73,42 @@ def save(
                 _prepare(path / shards)
     finally:
         if peers.rank == 0:
-            # A folder that cannot be read has been refused already.
+            # Remove the files of the former checkpoint, or those of this save if it has failed. A
+            # folder that cannot be read raised ValueError above, which is the error to report.
             with suppress(ValueError):
                 _clean(path)
 
 
 def load(state: dict[str, Any], folder: str | os.PathLike[str], peers: Peers) -> None:
-    """Read into the tensors of a state dict; see `epmoe.checkpoint.load`. Collective, in a step of
-    `Peers.together`. All ranks read one checkpoint, even while another is saved.
+    """Read a checkpoint into the tensors of a state dict. Collective.
+
+    `epmoe.checkpoint.load` calls it within `Peers.together` and describes its errors. All ranks
+    read the same checkpoint, even if another process replaces it meanwhile: rank 0 decides which
+    `shards-…` folder is read.
     """
     import torch.distributed.checkpoint as dcp
 
     path = Path(folder)
-    path /= peers.all_gather(_shards(path))[0]
+    path /= peers.all_gather(_shards_folder(path))[0]
     read = partial(dcp.load, state, checkpoint_id=path, process_group=peers.group)
-    what = f"{folder}: has no checkpoint of this model and optimizer"
-    _by_torch(read, peers, what, ValueError)
+    failed = f"{folder}: has no checkpoint of this model and optimizer"
+    _by_torch(read, peers, failed, ValueError)
 
 
 @contextmanager
 def appearing(folder: str | os.PathLike[str], peers: Peers) -> Iterator[tuple[Path, Path]]:
-    """Let a folder appear as a whole or not at all. Collective, one step of all ranks.
+    """Let a folder appear as a whole or not at all. Collective.
 
-    Yields the path of the folder, and of a hidden folder beside it. Rank 0 makes the hidden folder
-    and fills it within this context. At the end it gets the name, unless a rank raises.
+    Yields two paths: that of the folder, and that of a hidden folder beside it. Within this context
+    rank 0 makes the hidden folder, and ranks write files into it. At the end rank 0 renames the
+    hidden folder. If any rank raises, all ranks raise and the hidden folder is removed.
     """
     target = Path(folder).resolve()
     hidden = target.with_name(f".{target.name}.partial")
-    name = partial(_rename, hidden, target)
+    rename = partial(_rename, hidden, target)
+    publish = partial(_on_first, peers, rename, f"{target}: cannot be saved")
     try:
-        with peers.together(partial(_on_first, peers, name, f"{target}: cannot be saved")):
+        with peers.together(publish):
             yield target, hidden
     finally:
         if peers.rank == 0:
@@ -111,8 +125,10 @@ def sync(path: Path) -> None:
 
 
 def _on_first(peers: Peers, change: Callable[[], object], failed: str) -> None:
-    """Let rank 0 make a change, in the last word of a step. If that fails, all ranks raise
-    RuntimeError.
+    """Let rank 0 make the change that publishes a save. Every rank calls it.
+
+    `Peers.together` calls it last, when all ranks have done their part. If the change fails, all
+    ranks raise a RuntimeError that begins with `failed`.
     """
     why = ""
     if peers.rank == 0:
@@ -126,13 +142,15 @@ def _on_first(peers: Peers, change: Callable[[], object], failed: str) -> None:
 
 
 def _rename(hidden: Path, target: Path) -> None:
+    """Give the hidden folder its name, and wait until the rename is on the disk."""
     os.rename(hidden, target)
     sync(target.parent)
 
 
 def _by_torch(call: Callable[[], object], peers: Peers, failed: str, kind: type[Exception]) -> None:
-    """Run a collective call of torch's checkpoints in a step of all ranks. Errors are of this kind,
-    and begin with `failed`.
+    """Run a collective call of torch's checkpoints to its end, whatever a signal handler raises.
+
+    An error of torch becomes an exception of class `kind`, whose message begins with `failed`.
     """
     run_uninterrupted([peers], partial(_call_torch, call, peers, failed, kind))
 
@@ -140,14 +158,17 @@ def _by_torch(call: Callable[[], object], peers: Peers, failed: str, kind: type[
 def _call_torch(
     call: Callable[[], object], peers: Peers, failed: str, kind: type[Exception]
 ) -> None:
-    """Run a call. torch's error, which has the traces of all ranks, becomes one sentence."""
+    """Run a call of torch's checkpoints, and shorten its error to one sentence.
+
+    torch's own message would have the stack traces of all ranks.
+    """
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         with peers.waiting():
             call()
     except CheckpointException as error:
-        # The failure of the first rank that has one, without its trace.
+        # Take the failure of the lowest rank that failed, without its stack trace.
         first_rank = min(error.failures)
         why, _trace = error.failures[first_rank]
         raise kind(f"{failed}: {why}") from None
@@ -165,20 +186,28 @@ def _read(path: Path) -> Metadata:
         ) from None
 
 
-def _shards(path: Path) -> str:
-    """The name of the folder in a checkpoint that has its files; "" if torch has written them."""
+def _shards_folder(path: Path) -> str:
+    """The name of the `shards-…` folder that has the files of the checkpoint in `path`.
+
+    It is "" if torch itself has written the checkpoint, since the files then lie beside
+    `.metadata`. Raises ValueError if there is no checkpoint.
+    """
     files: dict[Any, Any] = _read(path).storage_data
-    # All files are in one folder.
-    first = next((info.relative_path.partition("/")[0] for info in files.values()), "")
-    return first if first.startswith(_SHARDS) else ""
+    # All files are in one folder, so any file tells its name.
+    for info in files.values():
+        first_part = info.relative_path.partition("/")[0]
+        return first_part if first_part.startswith(_SHARDS) else ""
+    return ""
 
 
 def _prepare(shards: Path) -> None:
-    """Write the metadata with which the folder around `shards` becomes this checkpoint, and wait
-    for the disk.
+    """Write the metadata that `_publish` will move into the folder around `shards`.
+
+    It returns when all files are on the disk. A checkpoint is only published if a loss of power
+    can no longer take its files away.
     """
     metadata = _read(shards)
-    # Paths begin at the folder around.
+    # torch wrote paths that begin in `shards`. They have to begin in the folder around it.
     moved = {}
     for index, info in metadata.storage_data.items():
         path = f"{shards.name}/{info.relative_path}"
@@ -186,27 +215,33 @@ def _prepare(shards: Path) -> None:
     metadata.storage_data = moved
     prepared = shards / _PREPARED
     prepared.write_bytes(pickle.dumps(metadata))
+    # A folder has to be on the disk, too, or the names of its files may be lost.
     for written in (prepared, shards, shards.parent):
         sync(written)
 
 
 def _publish(shards: Path) -> None:
-    """Make the folder around `shards` this checkpoint, by one rename."""
+    """Make the files in `shards` the checkpoint of the folder around it, by one rename."""
     os.replace(shards / _PREPARED, shards.parent / _METADATA)
     sync(shards.parent)
 
 
 def _clean(path: Path) -> None:
-    """Remove files of earlier checkpoints, and of saves that died."""
+    """Remove the files of earlier checkpoints, and those of saves in which a process died.
+
+    A checkpoint that torch itself has written stays as it is. Raises ValueError if `.metadata`
+    cannot be read.
+    """
     kept = None
     if (path / _METADATA).is_file():
-        kept = _shards(path)
+        kept = _shards_folder(path)
         if not kept:
             return
     for shards in path.glob(f"{_SHARDS}*"):
         if shards.name != kept:
             shutil.rmtree(shards, ignore_errors=True)
-    # Files that torch itself has saved beside the metadata.
+    # A checkpoint that torch itself had written here is now replaced. Its files lie beside the
+    # metadata.
     if kept:
         for file in path.glob("__*_*.distcp"):
             with suppress(OSError):

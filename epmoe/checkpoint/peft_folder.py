@@ -1,4 +1,6 @@
-"""Saves an adapter of spread experts as the folder of PEFT that one process would write."""
+"""Saves LoRA adapters whose experts are spread over ranks. The folder is the one that PEFT would
+write if one process had the whole model.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,21 @@ from epmoe.training.models import expert_parallels
 
 
 def save_adapter(model: Any, folder: str | os.PathLike[str], **options: Any) -> None:
-    """Save adapters whose factors are spread, by PEFT's `save_pretrained`. Collective.
+    """Save the adapters of a model whose experts are spread over ranks. Collective.
 
-    PEFT, and `MoELayer.load_adapter` in groups of any size, read what rank 0 writes. The folder
-    appears as a whole or not at all.
+    Rank 0 gathers the factors and calls PEFT's `save_pretrained`. PEFT can load the folder, and so
+    can `MoELayer.load_adapter` in a group of any size. The folder appears as a whole or not at all.
 
     Args:
-        model: of PEFT, with the factors of `epmoe.training.spread_adapters` or plain ones, not in
-            DDP.
-        folder: which all ranks see, and which does not exist yet.
-        options: other arguments of `save_pretrained`.
+        model: a model of PEFT, not wrapped in DDP. Its factors may be plain tensors or those that
+            `epmoe.training.spread_adapters` has spread.
+        folder: a path that all ranks see and that does not exist yet.
+        options: other arguments of PEFT's `save_pretrained`.
 
     Raises:
-        ValueError: `folder` exists, or the model is none of PEFT.
-        EPTimeoutError: ranks ended or did not come within `exchange.warmup_timeout_s`. It names
-            them.
+        ValueError: `folder` exists, or the model is not a model of PEFT.
+        EPTimeoutError: some ranks have ended, or did not call within `exchange.warmup_timeout_s`.
+            The error names these ranks.
     """
     eps = expert_parallels(model)
     with (
@@ -40,26 +42,31 @@ def save_adapter(model: Any, folder: str | os.PathLike[str], **options: Any) -> 
             raise ValueError(f"`model` must be one of PEFT, got {type(model).__name__}")
         if peers.rank == 0 and target.exists():
             raise ValueError(f"{target}: must not exist yet")
+        # Replace each part by the complete tensor. Every rank takes part in this.
         state = model.state_dict()
         gather = partial(_gather_parts, state, _parts(model, state), peers)
         run_uninterrupted([peers], gather)
+        # PEFT picks the adapters out of the state dict.
         if peers.rank == 0:
             model.save_pretrained(hidden, state_dict=state, **options)
 
 
 def _gather_parts(state: dict[str, Any], parts: dict[str, Any], peers: Peers) -> None:
-    """Put complete tensors in place of parts. Collective."""
+    """Replace each tensor of `parts` in `state` by the complete tensor. Collective."""
     with peers.waiting():
         for key, value in parts.items():
             state[key] = whole_tensor(value)
 
 
 def _parts(model: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """The tensors that PEFT writes and of which ranks have only parts: factors, and other
-    parameters with `modules_to_save` and `bias`.
+    """Find the tensors of `state` that PEFT will write and of which each rank has only a part.
+
+    These are the factors of the adapters, and other parameters if the adapter's configuration sets
+    `modules_to_save` or `bias`. Returns the tensors by their keys in `state`.
     """
     from peft import get_peft_model_state_dict
 
+    # PEFT returns tensors of `state` under names of its own, so they are recognised by identity.
     written = set[int]()
     for name in model.peft_config:
         adapter = get_peft_model_state_dict(

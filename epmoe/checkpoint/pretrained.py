@@ -1,10 +1,10 @@
-"""Saves a trained model as a folder of Hugging Face, which transformers loads.
+"""Saves a trained model as a folder of Hugging Face, which transformers can load.
 
-    every rank   its experts ─────────────────────▶ files of its own ─┐
-    all ranks    tensors that ranks share or part ─▶ files of rank 0 ─┴─▶ index ─▶ folder is named
+    every rank   its own experts ──────────────────▶ files of its own ─┐
+    rank 0       all other tensors, gathered ──────▶ files of rank 0 ──┴─▶ folder gets its name
 
-All ranks know the tensors of each file. If several ranks have parts of a tensor, these travel to
-the rank that writes it.
+All ranks first work out which tensors each file will have. If several ranks hold parts of a tensor,
+they send the parts to rank 0, which writes the tensor.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ from epmoe.native.arguments import dtype_name
 from epmoe.service import ExpertParallel
 from epmoe.training.models import expert_parallels
 
+# Keys of `config.json` that describe a quantization.
 _QUANTIZATION = ("quantization_config", "compression_config")
 
 
 class _Owner(NamedTuple):
-    """The one rank that has a tensor."""
+    """The only rank that holds a tensor."""
 
     ep: int
-    """the number of its ExpertParallel in the model"""
+    """the position of the layer's `ExpertParallel` among those of the model"""
     rank: int
-    """its rank there"""
+    """the rank in the group of this `ExpertParallel`"""
 
 
 class _Saved(NamedTuple):
-    """A tensor of the folder."""
+    """A tensor that will be saved, with its name in the folder."""
 
     name: str
     dtype: torch.dtype
@@ -56,7 +57,9 @@ class _Saved(NamedTuple):
     read: Callable[[], Tensor]
     """returns the tensor on the rank that writes it"""
     owner: _Owner | None = None
-    """None: all ranks have it or parts of it. Then `read` is collective, and rank 0 writes."""
+    """The rank that writes the tensor. None: all ranks have the tensor or parts of it. Then all
+    ranks call `read` together, and rank 0 writes.
+    """
 
     @property
     def num_bytes(self) -> int:
@@ -70,33 +73,37 @@ def save_pretrained(
     *,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Save a model as the folder of Hugging Face from which its layers come, which transformers
-    loads. Collective.
+    """Save a trained model as a folder of Hugging Face that transformers can load. Collective.
 
-    Every rank writes files with its experts; rank 0 writes everything else, also experts of
-    checkpoints that have one tensor of all experts. A rank holds the tensors of a file on the CPU
-    besides the model. They have the dtypes of the model. Their names are those of `like`, but
-    without scales: experts that were fp8 or MXFP4 are saved as the model has them. Other files of
-    `like`, such as those of the tokenizer, are copied; `config.json` gets the dtype of the experts,
-    and loses a quantization.
+    The tensors get the names that they have in `like`, the checkpoint from which the layers were
+    loaded, and they have the dtypes of the model. Scales are not saved: if the experts of `like`
+    are fp8 or MXFP4, they are saved in the dtype in which the model has them. Other files of
+    `like`, such as those of the tokenizer, are copied. `config.json` gets the dtype of the experts,
+    and its quantization is removed.
 
-    The folder appears as a whole or not at all: files are written to a hidden folder beside it,
-    which is renamed.
+    Every rank writes files with its own experts. Rank 0 writes everything else, also the experts of
+    a checkpoint that has one tensor for all experts. Besides the model, a rank needs CPU memory for
+    the tensors of one file.
+
+    The folder appears as a whole or not at all: all files are written to a hidden folder beside it,
+    which is renamed at the end.
 
     Args:
-        module: a model whose MoE blocks are `MoELayer`s with fp32, fp16 or bf16 `GroupedExperts`. A
-            layer, or the module whose child it is, has the name of the block. The names of other
-            tensors are those of `like`. A module `shared` of a layer is the block's own module of
-            shared experts, or has it as a child under its name.
-        folder: which all ranks see, and which does not exist yet, or is empty.
-        like: the checkpoint from which the layers come, with all its files.
-        max_shard_bytes: the largest size of a file with several tensors.
+        module: a model whose MoE blocks are `MoELayer`s with fp32, fp16 or bf16 `GroupedExperts`.
+            Either the layer or the module that has it as a child has the name of the block. All
+            other tensors have the names that they have in `like`. If a layer has a module `shared`,
+            this is the block's own module of shared experts, or has that module as a child under
+            its name.
+        folder: a path that all ranks see, and that does not exist yet or is an empty folder.
+        like: the checkpoint from which the layers were loaded, with all its files.
+        max_shard_bytes: the largest size of a file that has several tensors, in bytes.
 
     Raises:
-        TypeError: experts are no `GroupedExperts` of a `MoELayer`, or are MXFP4; or a tensor is
-            fp8.
-        ValueError: `folder` exists; a tensor has no name or another shape in `like`, or one of a
-            MoE block there is missing in the model; ranks have different models.
+        TypeError: the experts of a layer are not `GroupedExperts`, or they are MXFP4; or a tensor
+            is fp8.
+        ValueError: `folder` exists and is not empty; or `like` lacks a tensor of the model or has
+            it in another shape; or the model lacks a tensor of a MoE block of `like`; or ranks have
+            different models.
         EPError: EPStateError or EPTimeoutError, as in `save`.
     """
     if isinstance(module, DistributedDataParallel):
@@ -109,23 +116,25 @@ def save_pretrained(
         all_ranks(eps) as peers,
         appearing(folder, peers) as (target, hidden),
     ):
-        # All ranks know the tensors of each file.
+        # Every rank works out which tensors each file will have. All must come to the same result,
+        # since they gather these tensors together.
         files = _files(_tensors(module, layers, eps, source), max_shard_bytes)
         if len(set(peers.all_gather(_digest(files)))) > 1:
             raise ValueError(
                 "ranks must have the same model and `like`, got other names, dtypes or shapes"
             )
-        # Rank 0 makes the folder.
+        # Rank 0 makes the hidden folder. The other ranks wait until it is there.
         if peers.rank == 0:
             experts = layers[0][1].experts if layers else next(module.parameters())
             _begin(source, target, hidden, files, dtype_name(experts.dtype))
         peers.all_gather(None)
-        # Each rank writes what it alone has.
+        # Each rank writes the experts that it alone holds. Where there are replicas, only those of
+        # the replica with global rank 0 write.
         mine = {_Owner(i, ep.rank) for i, ep in enumerate(eps) if 0 in peers_of(ep).global_ranks}
         for name, tensors in files.items():
             if tensors[0].owner in mine:
                 _write(hidden / name, _gathered(tensors))
-        # Rank 0 writes what others have parts of.
+        # All ranks gather the other tensors, file by file, and rank 0 writes them.
         for name, tensors in files.items():
             if tensors[0].owner is None:
                 gathered = run_uninterrupted(
@@ -136,7 +145,7 @@ def save_pretrained(
 
 
 def _digest(files: Mapping[str, list[_Saved]]) -> str:
-    """A digest of names, dtypes and shapes of files, to compare those of ranks."""
+    """A digest of the names, dtypes and shapes in all files, by which ranks compare them."""
     described = []
     for name, tensors in files.items():
         described.append((name, [(each.name, each.dtype, each.shape) for each in tensors]))
@@ -149,28 +158,33 @@ def _tensors(
     eps: list[ExpertParallel],
     source: SafetensorsFolder,
 ) -> list[_Saved]:
-    """All tensors of the folder, in an order that is the same on all ranks. Raises what
-    `save_pretrained` says.
+    """List all tensors to save, in an order that is the same on all ranks.
+
+    `layers` are the model's `MoELayer`s with their names, `eps` are its `ExpertParallel`s, and
+    `source` is the checkpoint whose names the tensors get. Raises the TypeErrors and ValueErrors of
+    `save_pretrained`.
     """
     state = dict(module.state_dict())
     saved: list[_Saved] = []
-    # The names in the folder of other tensors of MoE blocks, by their keys.
+    # For tensors of MoE blocks outside of the routed experts: the name in the folder, by the key in
+    # `state`.
     names: dict[str, str] = {}
-    # The names below each block that the model must have.
+    # For each block: the names in the folder that the model must have.
     needed: dict[str, set[str]] = {}
-    # Experts, and what else is in their blocks.
+    # Take the routed experts out of `state`, and find the names of the rest of their blocks.
     for prefix, layer in layers:
         stored = _stored(prefix, layer, source)
         tensors = {}
         for name, _ in layer.experts.named_parameters():
             tensors[name] = state.pop(f"{prefix}.experts.{name}")
         state.pop(f"{prefix}._extra_state", None)
-        saved += _of_experts(layer, eps.index(layer.ep), stored, tensors)
+        saved += _experts_to_save(layer, eps.index(layer.ep), stored, tensors)
         needed[prefix] = stored.others
         for key in state:
             if key.startswith(f"{prefix}."):
                 names[key] = _name_in_block(key, prefix, stored, source)
-    # All other tensors. One that is tied to another need not be in the folder by its own name.
+    # Add all other tensors. A folder has tied parameters once, so that a parameter may be missing
+    # there if another of its names is present.
     tied = _tied(module)
     for key, value in state.items():
         name = names.get(key, key)
@@ -179,7 +193,7 @@ def _tensors(
                 continue
             raise ValueError(f"{source.path}: has no tensor for `{key}` of the model")
         shape = source.shape(name)
-        # A bias of the choice [E] may be stored as [1, E].
+        # Some checkpoints store the bias of the choice of experts [E] as [1, E].
         is_flat = key in names and shape[:-1] == [1] and list(value.shape) == shape[1:]
         if list(value.shape) != shape and not is_flat:
             raise ValueError(
@@ -188,22 +202,28 @@ def _tensors(
             )
         saved.append(_Saved(name, value.dtype, shape, partial(whole_tensor, value)))
     _check_complete(saved, needed, source)
+    # Tensors without an owner come first, then those of each rank, so that a file has one owner.
     return sorted(saved, key=lambda each: (each.owner or (-1, 0), each.name))
 
 
 def _stored(prefix: str, layer: Any, source: SafetensorsFolder) -> Stored:
-    """How the folder stores the block of a layer. Raises TypeError or ValueError if the layer's
-    experts are not those of the block.
+    """Find out how the checkpoint `source` stores the MoE block of a layer.
+
+    `prefix` is the name of the layer in the model. Raises TypeError if the layer's experts cannot
+    be saved, and ValueError if the checkpoint has no such block or its experts differ in their
+    parameters or sizes.
     """
     if not isinstance(layer.experts, GroupedExperts) or layer.experts.is_quantized:
         raise TypeError(
             f"`{prefix}.experts` must be GroupedExperts in fp32, fp16 or bf16: load the layer "
             f"with `from_safetensors(…, dtype=…)`, got {layer.experts}"
         )
-    is_only_of_choice = layer.bias is not None and layer.logit_bias is None
-    gate_bias: GateBias = "choice" if is_only_of_choice else "logits"
+    # The name `gate.bias` does not say which of the layer's two biases it is.
+    has_only_choice_bias = layer.bias is not None and layer.logit_bias is None
+    gate_bias: GateBias = "choice" if has_only_choice_bias else "logits"
+    # The layer may be the block itself, or a child of the module that has the block's name.
     stored = source.stored(prefix, prefix.rpartition(".")[0], gate_bias=gate_bias)
-    # Compare names of parameters, D and F.
+    # The layer and the block must have the same parameters, D and F.
     parameters = sorted(name for name, _ in layer.experts.named_parameters())
     D, F = layer.experts.w_down.shape[1:]
     wanted = (*parameters, D, F)
@@ -219,7 +239,10 @@ def _stored(prefix: str, layer: Any, source: SafetensorsFolder) -> Stored:
 def _check_complete(
     saved: list[_Saved], needed: Mapping[str, set[str]], source: SafetensorsFolder
 ) -> None:
-    """Raise ValueError if the model lacks a tensor of a block, and TypeError for one in fp8."""
+    """Raise ValueError if the model lacks a tensor of a block, and TypeError if a tensor is fp8.
+
+    `needed` has the names that the model must have, by the name of the layer.
+    """
     written = {each.name for each in saved}
     for prefix, names in needed.items():
         missing = sorted(names - written)
@@ -236,7 +259,10 @@ def _check_complete(
 
 
 def _layers(module: nn.Module) -> list[tuple[str, Any]]:
-    """The layers of a model with their names. A layer that the model has twice has two names."""
+    """The `MoELayer`s of a model with their names.
+
+    A layer that a model has under two names occurs twice, since the folder has both names.
+    """
     layers = []
     for name, each in module.named_modules(remove_duplicate=False):
         if hasattr(each, "ep") and hasattr(each, "router_weight"):
@@ -244,17 +270,20 @@ def _layers(module: nn.Module) -> list[tuple[str, Any]]:
     return layers
 
 
-def _of_experts(
-    layer: Any, number: int, stored: Stored, tensors: Mapping[str, Tensor]
+def _experts_to_save(
+    layer: Any, ep_index: int, stored: Stored, tensors: Mapping[str, Tensor]
 ) -> Iterator[_Saved]:
-    """The tensors of a layer's experts. Of copies of an expert one is written. `number` is that of
-    the layer's ExpertParallel.
+    """Yield the tensors to save of a layer's experts. Of copies of an expert, one is saved.
+
+    `ep_index` is the position of the layer's `ExpertParallel` among those of the model. `tensors`
+    has the parameters of the experts by their names.
     """
     for argument, tensor in tensors.items():
         local = local_view(tensor.detach())
+        # The folder may have gate and up as two tensors, which are two parts of our rows.
         names = stored.dequantized[argument]
         shape = [local.shape[1] // len(names), *local.shape[2:]]
-        # One tensor for all experts, which all ranks gather.
+        # The folder has one tensor for all experts. All ranks gather it.
         if stored.fused:
             transposed = stored.dequantized_transposed and argument.startswith("w_")
             if transposed:
@@ -264,17 +293,20 @@ def _of_experts(
                 read = partial(_all_experts, local, layer, transposed, part, len(names))
                 yield _Saved(name, local.dtype, shape, read)
             continue
-        # One tensor for each expert, which one rank has completely.
-        for x in range(stored.num):
-            rank, index = layer.ep.holder(x, layer.tag)
+        # The folder has a tensor for each expert, and one rank holds all of the tensor.
+        for expert in range(stored.num):
+            rank, index = layer.ep.holder(expert, layer.tag)
             for part, name in enumerate(names):
                 read = partial(_chunk_of_expert, local, index, part, len(names))
-                owner = _Owner(number, rank)
-                yield _Saved(name.replace("*", str(x)), local.dtype, shape, read, owner)
+                owner = _Owner(ep_index, rank)
+                yield _Saved(name.replace("*", str(expert)), local.dtype, shape, read, owner)
 
 
 def _all_experts(local: Tensor, layer: Any, transposed: bool, part: int, parts: int) -> Tensor:
-    """Gather weights of all experts, and take part number `part` of their rows."""
+    """Gather the weights of all experts, and take one of `parts` equal parts of their rows.
+
+    All ranks call it, and only rank 0 gets useful values.
+    """
     whole = gather(local, layer.ep, layer.tag, cpu_offload=True)
     if parts > 1:
         whole = whole.chunk(parts, 1)[part]
@@ -282,11 +314,17 @@ def _all_experts(local: Tensor, layer: Any, transposed: bool, part: int, parts: 
 
 
 def _chunk_of_expert(local: Tensor, index: int, part: int, parts: int) -> Tensor:
+    """Take one of `parts` equal parts of the rows of one expert, local[index]."""
     return local[index].chunk(parts)[part]
 
 
 def _name_in_block(key: str, prefix: str, stored: Stored, source: SafetensorsFolder) -> str:
-    """The name that the folder has for a tensor of a MoE block outside of the routed experts."""
+    """Find the name that the folder has for a tensor of a MoE block outside of the routed experts.
+
+    `key` is the name of the tensor in the model. A tensor of the router has a known name. Any other
+    tensor is one of shared experts, whose name must end as one name in the folder does. Raises
+    ValueError unless there is exactly one such name.
+    """
     local_name = key.removeprefix(f"{prefix}.")
     if local_name in stored.router:
         return stored.router[local_name]
@@ -301,7 +339,7 @@ def _name_in_block(key: str, prefix: str, stored: Stored, source: SafetensorsFol
 
 
 def _tied(module: nn.Module) -> dict[str, list[str]]:
-    """All names that each parameter has, by each of them."""
+    """For each name of a parameter, all names that the parameter has in the model."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -309,18 +347,19 @@ def _tied(module: nn.Module) -> dict[str, list[str]]:
 
 
 def _files(tensors: list[_Saved], max_shard_bytes: int) -> dict[str, list[_Saved]]:
-    """Divide tensors into files, named as by `save_pretrained` of transformers. The tensors of a
-    file have one owner.
+    """Divide tensors into files, which have the names that transformers gives to its files.
+
+    All tensors of a file have the same owner, which writes the file.
     """
     shards: list[list[_Saved]] = []
-    room = 0
+    bytes_left = 0
     for tensor in tensors:
         is_of_other_rank = not shards or tensor.owner != shards[-1][0].owner
-        if is_of_other_rank or tensor.num_bytes > room:
+        if is_of_other_rank or tensor.num_bytes > bytes_left:
             shards.append([])
-            room = max_shard_bytes
+            bytes_left = max_shard_bytes
         shards[-1].append(tensor)
-        room -= tensor.num_bytes
+        bytes_left -= tensor.num_bytes
     count = len(shards)
     names = [WHOLE]
     if count > 1:
@@ -335,15 +374,19 @@ def _begin(
     files: Mapping[str, list[_Saved]],
     dtype: str,
 ) -> None:
-    """Make the hidden folder, with all files that have no tensors."""
+    """Make the hidden folder and write all files that have no tensors. Rank 0 calls it.
+
+    `files` are the tensors of each file, for the index. `dtype` is the name of the experts' dtype,
+    for `config.json`. Raises ValueError if `target`, the folder's final path, is not free.
+    """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target}: must not exist, or be an empty folder")
-    # A process that was killed may have left it.
+    # An earlier save whose process was killed may have left the hidden folder.
     shutil.rmtree(hidden, ignore_errors=True)
     hidden.mkdir(parents=True)
     if len(files) > 1:
         _write_index(hidden / INDEX, files)
-    # Copy files without tensors, such as the tokenizer.
+    # Copy the files that have no tensors, such as those of the tokenizer.
     for other in source.path.iterdir():
         is_written_here = other.suffix == ".safetensors" or other.name in (INDEX, "config.json")
         if other.is_file() and not is_written_here:
@@ -356,6 +399,7 @@ def _begin(
 
 
 def _write_index(path: Path, files: Mapping[str, list[_Saved]]) -> None:
+    """Write the index, which says in which file each tensor is."""
     size = 0
     file_of = {}
     for file, tensors in files.items():
@@ -367,7 +411,11 @@ def _write_index(path: Path, files: Mapping[str, list[_Saved]]) -> None:
 
 
 def without_quantization(config: Any, dtype: str) -> Any:
-    """A model's configuration without a quantization and with this dtype, also in its parts."""
+    """Return a model's `config.json` without its quantization, and with `dtype` as its dtype.
+
+    A model with several parts, such as one for text and one for images, has a configuration for
+    each part, which is changed in the same way.
+    """
     if not isinstance(config, dict):
         return config
     kept = {key: value for key, value in config.items() if key not in _QUANTIZATION}
@@ -381,12 +429,14 @@ def without_quantization(config: Any, dtype: str) -> Any:
 
 
 def _gathered(tensors: list[_Saved], kept: bool = True) -> dict[str, Tensor]:
-    """Read tensors into memory of their own, as safetensors wants them. Returns {} unless they are
-    `kept`.
+    """Read tensors into separate contiguous memory, as safetensors requires.
+
+    A rank that does not write the tensors calls it, too, with `kept` False, because the other ranks
+    may need its parts. It then returns {}.
     """
     out = {}
     for each in tensors:
-        # Read it in any case: other ranks may need this rank's part.
+        # `read` may be a collective call.
         tensor = each.read()
         if kept:
             copy = torch.empty(each.shape, dtype=each.dtype)
@@ -395,6 +445,7 @@ def _gathered(tensors: list[_Saved], kept: bool = True) -> dict[str, Tensor]:
 
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a file of safetensors, and wait until it is on the disk."""
     from safetensors.torch import save_file
 
     save_file(tensors, path, metadata={"format": "pt"})

@@ -1,5 +1,7 @@
-"""A checkpoint as Hugging Face has it, a folder of safetensors, of which each rank reads its own
-experts.
+"""Reads checkpoints of Hugging Face: folders of safetensors. Each rank reads its own experts only.
+
+`SafetensorsFolder` first finds out from names and headers how a MoE block is stored (`Stored`), and
+then reads experts one by one.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ _log = logging.getLogger("epmoe")
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
+# What the router of a block may be called.
 _ROUTERS = ("gate", "gate.wg", "router", "router.layer", "router.gate")
+# What the bias that is added to the scores for the choice of experts may be called.
 _CHOICE_BIASES = (
     "gate.e_score_correction_bias",
     "gate.expert_bias",
@@ -42,8 +46,9 @@ _CHOICE_BIASES = (
     "expert_bias",
     "router_bias",
 )
-# Begins the name of a tensor of one expert, whose number is *.
+# How the name of a tensor of one expert begins. The * stands for the number of the expert.
 _EXPERT = "experts.*."
+# What the gate, up and down projections of one expert may be called.
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 _SUFFIXES = (
     (".weight", ".weight_scale_inv"),
@@ -51,8 +56,8 @@ _SUFFIXES = (
     (".weight", ".scale"),
     (".weight_packed", ".weight_scale"),
 )
-"""Of the names of an expert's weight and its scales: DeepSeek's, compressed-tensors',
-DeepSeek-V4's, MX formats.
+"""How the names of an expert's weight and of its scales end, by format: that of DeepSeek, of
+compressed-tensors, of DeepSeek-V4, and of MX formats.
 """
 
 
@@ -63,7 +68,12 @@ def _format(
     scales: str | None = None,
     bias: str | None = None,
 ) -> dict[str, list[str]]:
-    """Map arguments of `GroupedExperts` to names of tensors. A * is the number of an expert."""
+    """Describe one format of experts: map arguments of `GroupedExperts` to names of tensors.
+
+    `gate_up` has the name of one tensor with gate and up, or the names of two tensors; `down` is
+    the name of the other projection. The other arguments are what the names of weights, scales and
+    biases end with, where the format has them. In a name, * stands for the number of an expert.
+    """
     suffixes = {"w_*": weight, "*_scales": scales, "*_bias": bias}
     tensors = {}
     for argument, suffix in suffixes.items():
@@ -73,6 +83,8 @@ def _format(
     return tensors
 
 
+# The formats that can be read: first those with tensors of each expert, then those with one tensor
+# of all experts (transformers, gpt-oss, Granite, Aria, Step).
 _FORMATS: tuple[dict[str, list[str]], ...] = (
     *(
         _format((_EXPERT + gate, _EXPERT + up), _EXPERT + down, *suffixes, ".bias")
@@ -89,29 +101,34 @@ _OF_EXPERTS = (
     ("experts.", "input_linear.", "output_linear."),
     ("gate_proj.", "up_proj.", "down_proj."),
 )
-"""How names of experts begin below a block. Those of the second row are of experts where a block
-has none of the first: Step 3.5's, elsewhere perhaps of a shared expert.
+"""How the names of experts' tensors begin below a block. Names of the second row count only in a
+block that has no name of the first row. In Step 3.5 they are routed experts; in other models they
+may belong to a shared expert.
 """
 GateBias = Literal["logits", "choice"] | None
-"""What a router's `gate.bias` is added to: the logits, as in gpt-oss, or the scores for the choice,
-as in DeepSeek's own files. None: a checkpoint with one is refused.
+"""What a tensor `gate.bias` is added to, which its name does not say. "logits": the logits, as in
+gpt-oss. "choice": the scores for the choice of experts, as in DeepSeek's own files. None: the
+caller does not know, and a checkpoint with such a tensor is refused.
 """
-# Names in a message.
+# A message has at most this many names.
 _MOST_NAMES = 6
+# The two weight matrices of an expert.
 _MATRICES = ("gate_up", "down")
+# Dtypes of weights that are not packed, as headers name them.
 _WEIGHTS = ("F64", "F32", "F16", "BF16", "F8_E4M3")
-# Bytes, each of which has two numbers.
+# Dtypes of packed weights: each byte has two numbers of four bits.
 _PACKED = ("U8", "I8")
 _SCALES = {
     "F8_E4M3": ("F32", "F16", "BF16", "F8_E8M0", "U8"),
     "U8": ("U8", "F8_E8M0"),
     "I8": ("U8", "F8_E8M0"),
 }
-"""Dtypes of scales, by that of their weights. Bytes are UE8M0."""
+"""The dtypes that scales may have, by the dtype of their weights. U8 scales are the bytes of UE8M0.
+"""
 
 
 class _Header(NamedTuple):
-    """The header of a tensor in a file."""
+    """What the header of a file says of one tensor."""
 
     name: str
     dtype: str
@@ -121,99 +138,113 @@ class _Header(NamedTuple):
         return f"`{self.name}` is {self.dtype} {self.shape}"
 
     def of_expert(self, fused: bool, packed: bool = False) -> list[int]:
-        """The shape of one expert's tensor, in numbers. A byte of a `packed` tensor has two."""
+        """The shape of one expert's part of the tensor, counted in numbers.
+
+        `fused`: the tensor has all experts. `packed`: each byte has two numbers.
+        """
         shape = self.shape[1:] if fused else self.shape
         if not packed or not shape:
             return shape
-        # gpt-oss has its bytes in groups.
+        # gpt-oss divides the bytes of a row into groups: [n, groups, bytes of a group].
         if len(shape) == 3:
             shape = [shape[0], shape[1] * shape[2]]
         return [*shape[:-1], 2 * shape[-1]]
 
 
-class _Found(NamedTuple):
-    """A MoE block as the checkpoint names it."""
+class _Block(NamedTuple):
+    """The names that a checkpoint has for a MoE block and its router."""
 
     block: str
     router: str
-    """the name of the router below the block"""
+    """the name of the router below the block, such as `gate`"""
 
 
 class Stored(NamedTuple):
-    """How a MoE block is stored."""
+    """How a checkpoint stores a MoE block."""
 
     router: dict[str, str]
-    """arguments of `MoELayer`, with the names of their tensors"""
+    """the names of the router's tensors, by arguments of `MoELayer`"""
     tensors: dict[str, list[str]]
-    """arguments of `GroupedExperts`, with names in which * is the number of an expert"""
+    """the names of the experts' tensors, by arguments of `GroupedExperts`; * stands for the number
+    of an expert
+    """
     others: set[str]
-    """names of other tensors below the block, such as those of shared experts"""
+    """the names of all other tensors below the block, such as those of shared experts"""
     num: int
-    """E"""
+    """E, the number of experts"""
     transposed: bool
-    """whether weights are [k, n], not [n, k]"""
+    """whether the weights are stored as [k, n] and not as [n, k]"""
     native: torch.dtype | None
-    """The dtype in which `GroupedExperts` take weights with these scales: fp8 or MXFP4. None: no
-    scales, or others.
+    """The dtype in which `GroupedExperts` can take the quantized weights as they are: fp8 or MXFP4.
+    None: the weights have no scales, or they have scales that `GroupedExperts` do not take.
     """
     D: int
-    """0 if a file with a header that is needed is not there"""
+    """the hidden size; 0 if a file is absent whose header would be needed"""
     F: int
+    """the width of an expert; 0 if a file is absent whose header would be needed"""
 
     @property
     def fused(self) -> bool:
-        """Whether one tensor has all experts."""
+        """Whether one tensor has all experts, and not one expert."""
         return "*" not in self.tensors["w_down"][0]
 
     @property
     def dequantized(self) -> dict[str, list[str]]:
-        """`tensors` as they are called in a checkpoint without scales."""
+        """The names of the experts' tensors in a dequantized copy of the checkpoint."""
         tensors = {}
         for argument, names in self.tensors.items():
             if argument.endswith("_scales"):
                 continue
-            # Quantized weights have suffixes that plain ones lack.
+            # The names of packed weights end with a suffix that plain weights do not have.
             plain = [name.removesuffix("_packed").removesuffix("_blocks") for name in names]
             tensors[argument] = plain
         return tensors
 
     @property
     def dequantized_transposed(self) -> bool:
-        """Whether weights are transposed in a checkpoint without scales, as those of
-        gpt-oss are.
+        """Whether weights are stored as [k, n] in a dequantized copy of the checkpoint.
+
+        gpt-oss stores packed weights as [n, k], and transformers expects plain ones as [k, n].
         """
         return self.transposed or self.tensors["w_down"][0].endswith("_blocks")
 
 
 class SafetensorsFolder(Mapping[str, Tensor]):
-    """The tensors in a folder, by name. Each is read when it is asked for, and nothing is
-    downloaded.
+    """The tensors in a folder of safetensors, by their names.
 
-    A MoE block is named as in the model, like "model.layers.3.mlp"; the `block_sparse_moe` of
-    Mixtral's checkpoints and the `moe` of Step's are found by that name, too. Its experts have
-    tensors each, such as `BLOCK.experts.7.gate_proj.weight`, or one for all, such as
-    `BLOCK.experts.gate_up_proj` [E, 2F, D] or transposed, with scales and biases if there are any:
-    the page on checkpoints has the formats. All experts of a block have the same tensors, dtypes
-    and shapes, one expert for each row of the router. Anything else below `BLOCK.experts` or the
-    router is refused, since a model without it is another function.
+    It is a mapping: `folder["model.norm.weight"]` reads that tensor. A tensor is read when it is
+    asked for, and nothing is downloaded.
+
+    A MoE block has the name that it has in the model, such as "model.layers.3.mlp". Mixtral's
+    checkpoints call the block `block_sparse_moe` and Step's call it `moe`; these blocks are found
+    by the model's name, too. Either each expert has tensors of its own, such as
+    `BLOCK.experts.7.gate_proj.weight`, or one tensor has all experts, such as
+    `BLOCK.experts.gate_up_proj` [E, 2F, D] or its transpose. There may be scales and biases. The
+    page on checkpoints lists the formats.
+
+    All experts of a block must have the same tensors, dtypes and shapes, and there must be one
+    expert for each row of the router. Any other tensor below `BLOCK.experts` or the router is
+    refused, since a model that leaves it out would compute something else.
 
     Args:
-        path: of the folder. Its files are those that transformers reads: `model.safetensors` alone
-            if it is there, otherwise those of `model.safetensors.index.json`, of which some may be
-            absent, otherwise all. The headers of files say which tensors they have, and the index
-            says it of absent files.
+        path: the folder. Its files are those that transformers would read. If there is a
+            `model.safetensors`, it is the only file. Otherwise the files are those of
+            `model.safetensors.index.json`, some of which may be absent. Without an index they are
+            all `*.safetensors`. The header of a file says which tensors it has; for absent files
+            the index says it.
 
     Raises:
-        ValueError: the folder has no weights, a file cannot be read, or two files have a tensor of
-            one name.
+        ValueError: the folder has no weights, or a file cannot be read, or two files have a tensor
+            of the same name.
         ImportError: safetensors is not installed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        # The files that are open, by their names, and the name of the file of each tensor.
         self._opened: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
-        # The file of each tensor by the index; {} without one.
+        # The file that the index names for each tensor; {} without an index.
         indexed: dict[str, str] = {}
         if (self.path / WHOLE).is_file():
             files = [WHOLE]
@@ -222,7 +253,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             files = sorted(file for file in set(indexed.values()) if (self.path / file).is_file())
         else:
             files = sorted(file.name for file in self.path.glob("*.safetensors"))
-        # Headers say what is in the files that are here.
+        # For files that are present, the headers count. The index may be wrong.
         for file in files:
             for name in self._open(file).keys():  # noqa: SIM118
                 other = self._file_of.setdefault(name, file)
@@ -230,7 +261,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                     raise ValueError(
                         f"{self.path}: only one file must have `{name}`, got {other} and {file}"
                     )
-        # The index says what is in the others.
+        # For absent files there is only the index.
         for name, file in indexed.items():
             if file not in files:
                 self._file_of.setdefault(name, file)
@@ -241,7 +272,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         return self._open(self._file_of[name]).get_tensor(name)
 
     def __contains__(self, name: object) -> bool:
-        # Mapping's own would read the tensor.
+        # The method of `Mapping` would read the tensor.
         return name in self._file_of
 
     def __iter__(self) -> Iterator[str]:
@@ -251,29 +282,28 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         return len(self._file_of)
 
     def router(self, block: str, gate_bias: GateBias = "logits") -> dict[str, Tensor | None]:
-        """The router of a MoE block, by its name: arguments of `MoELayer`.
-
-        These are `router_weight` [E, D], and `bias` and `logit_bias` [E] or None. With a `bias`
-        both are fp32, because models that have one compute their scores in fp32; otherwise the
-        weight has the checkpoint's dtype.
+        """Read the router of a MoE block.
 
         Args:
-            block: its name.
-            gate_bias: which bias a tensor `BLOCK.gate.bias` is, which its name does not say:
-                "logits", the `logit_bias`, or "choice", the `bias`. None: such a tensor is refused.
+            block: the name of the block.
+            gate_bias: what a tensor `BLOCK.gate.bias` is, since its name does not say so. With
+                "logits" it is the `logit_bias`, and with "choice" it is the `bias`. With None such
+                a tensor is refused.
 
         Returns:
-            The three arguments.
+            Arguments of `MoELayer`: `router_weight` [E, D], and `bias` and `logit_bias`, each [E]
+            or None. If there is a `bias`, it and the weight are fp32, because models with such a
+            bias compute their scores in fp32. Otherwise the weight has the checkpoint's dtype.
 
         Raises:
-            ValueError: there is no such block, or its router has tensors of another format, or a
-                `gate.bias` that is neither.
+            ValueError: there is no such block; or its router has other tensors, too; or it has a
+                `gate.bias`, and `gate_bias` is None.
         """
         names = self._router(self._find(block), gate_bias)
         router: dict[str, Tensor | None] = {}
         for argument in ("router_weight", "bias", "logit_bias"):
             router[argument] = self.get(names.get(argument, ""))
-        # Models with a bias of the choice compute scores in fp32. Some store it as [1, E].
+        # Models with a bias for the choice compute scores in fp32. Some of them store it as [1, E].
         weight = router["router_weight"]
         bias = router["bias"]
         assert weight is not None
@@ -289,48 +319,50 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
     ) -> dict[str, Tensor]:
-        """Some experts of a MoE block. Of other experts only headers are read, of the files that
-        are there.
+        """Read some experts of a MoE block.
 
-        fp8 with scales of blocks of 128 × 128 stays as it is, and on GPUs of compute capability 9
-        so does MXFP4. All other weights with scales become bf16, and a warning of the logger
-        "epmoe" names the tensors.
+        Of the block's other experts, only the headers of files that are present are read.
+
+        By default weights keep the dtype of the checkpoint, with these exceptions. fp8 weights stay
+        fp8 only if they have a scale for each block of 128 × 128. MXFP4 weights stay MXFP4 only on
+        GPUs of compute capability 9.0. All other weights with scales become bf16, and a warning of
+        the logger "epmoe" names their tensors.
 
         Args:
-            block: its name.
-            logical: the experts, in the order of the result: `Placement.logical_experts` of a rank
-                for instance.
-            device: of the result.
-            dtype: fp32, fp16 or bf16, to which weights and biases are cast or dequantized, rounded
-                once; or fp8 e4m3 or float4_e2m1fn_x2 for fp8 of blocks or MXFP4 as it is, on any
-                device. None: the checkpoint's, but as above.
+            block: the name of the block.
+            logical: the numbers of the experts, in the order of the result, such as
+                `Placement.logical_experts` of a rank.
+            device: the device of the result.
+            dtype: fp32, fp16 or bf16: weights and biases are cast or dequantized to it and rounded
+                once. fp8 e4m3 or float4_e2m1fn_x2: the weights must be fp8 with blocks of 128 × 128
+                or MXFP4, and stay so on any device. None: the default above.
 
         Returns:
-            Arguments of `GroupedExperts`: `w_gate_up`, `w_down`, and scales or biases where the
-            checkpoint has them. Scales are fp32, or those of MXFP4; biases of experts with scales
-            are bf16. fp8 experts have zeros up to the next F that is a multiple of 128: they add
-            nothing.
+            Arguments of `GroupedExperts`: `w_gate_up`, `w_down`, and scales or biases if the
+            checkpoint has any. Scales of fp8 weights are fp32; scales of MXFP4 are float8_e8m0fnu.
+            Biases of experts with scales are bf16. If F of fp8 experts is not a multiple of 128,
+            zeros fill it up to the next multiple; they do not change the outputs.
 
         Raises:
-            TypeError: `dtype` is another one.
-            ValueError: there is no such block, or its experts have another format: the message
-                names the file, the tensors and their dtypes and shapes. Or they are not fp8 of
-                blocks or MXFP4, as `dtype` wants them.
-            LookupError: the checkpoint has no expert of this number.
+            TypeError: `dtype` is none of these.
+            ValueError: there is no such block; or its experts have an unknown format, and then the
+                message names the file, the tensors and their dtypes and shapes; or the weights
+                cannot be loaded as they are in the quantized dtype that `dtype` asks for.
+            LookupError: the checkpoint has no expert of one of these numbers.
         """
         if dtype not in (None, *FLOATS, *FORMATS):
             raise TypeError(
                 f"`dtype` must be None, {', '.join(map(dtype_name, (*FLOATS, *FORMATS)))}, got "
                 f"{dtype}"
             )
-        # The block must have these experts.
+        # The block must have these experts. The router has a row for each expert.
         found = self._find(block)
         block = found.block
         E = self.shape(f"{block}.{found.router}.weight")[0]
         outside = sorted({x for x in logical if not 0 <= x < E})
         if outside:
             raise LookupError(f"{self.path}: `{block}` has the experts 0 to {E - 1}, got {outside}")
-        # They must be such that they can be loaded in `dtype`.
+        # It must be possible to load the experts in `dtype`.
         stored = self._stored(block, E)
         if dtype in FORMATS and dtype != stored.native:
             needed = "MXFP4" if dtype == MXFP4 else "fp8 with a scale for each block of 128 × 128"
@@ -343,8 +375,9 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         return _stack(lambda x: self._expert(stored, x, device, dtype), logical, device)
 
     def _dtype_with_scales(self, stored: Stored, device: torch.device | str) -> torch.dtype:
-        """The dtype in which weights with scales are loaded by default. It warns if they are
-        dequantized.
+        """Choose the dtype for weights with scales if the caller has not chosen one.
+
+        Logs a warning if the weights will be dequantized.
         """
         if stored.native is None:
             why = "experts in fp8 have scales of blocks of 128 × 128"
@@ -357,32 +390,36 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         return torch.bfloat16
 
     def stored(self, *blocks: str, gate_bias: GateBias = "logits") -> Stored:
-        """How the first of these MoE blocks is stored. Raises the ValueErrors of `router` and
-        `experts`.
+        """Find out how a MoE block is stored. The block is the first of `blocks` that is present.
+
+        Only headers are read. Raises ValueError for the faults of a block for which `router` and
+        `experts` do.
         """
         found = self._find(*blocks)
         names = self._router(found, gate_bias)
         E = self.shape(names["router_weight"])[0]
         stored = self._stored(found.block, E)
-        # All other tensors belong to shared experts, say.
+        # All other tensors of the block belong to something else, such as shared experts.
         others = self._under(f"{found.block}.") - {*names.values()}
         for patterns in stored.tensors.values():
-            others -= _of_all(patterns, E)
+            others -= _names_of_all(patterns, E)
         return stored._replace(router=names, others=others)
 
     def shape(self, name: str) -> list[int]:
-        """The shape of a tensor. It reads only the header."""
+        """Read the shape of a tensor from its file's header."""
         shape: list[int] = self._slice(name).get_shape()
         return shape
 
-    def _router(self, found: _Found, gate_bias: GateBias) -> dict[str, str]:
-        """Map arguments of `MoELayer` to names of tensors. Raises ValueError if the router has
-        other tensors, too.
+    def _router(self, found: _Block, gate_bias: GateBias) -> dict[str, str]:
+        """Map arguments of `MoELayer` to the names of the router's tensors.
+
+        Arguments that the checkpoint does not have are left out. Raises ValueError if the router
+        has other tensors, too, or a `gate.bias` of which `gate_bias` does not say what it is.
         """
         block, router = found
         names = {"router_weight": f"{block}.{router}.weight"}
         choice = {f"{block}.{bias}" for bias in _CHOICE_BIASES} & self._file_of.keys()
-        # The name of this one does not say what it is added to.
+        # A tensor of this name may be either bias, so that `gate_bias` decides.
         plain = f"{block}.{router}.bias"
         if gate_bias == "logits":
             names["logit_bias"] = plain
@@ -395,7 +432,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             )
         if choice:
             names["bias"] = min(choice)
-        # Anything else that the router has would make it another function.
+        # A router with any other tensor would compute something else, so it is refused.
         unread = choice | self._under(f"{block}.{router.partition('.')[0]}.")
         unread -= set(names.values())
         if unread:
@@ -409,19 +446,25 @@ class SafetensorsFolder(Mapping[str, Tensor]):
     def _expert(
         self, stored: Stored, x: int, device: torch.device | str, dtype: torch.dtype | None
     ) -> dict[str, Tensor]:
-        """Read one expert: arguments of `GroupedExperts` without the first dimension."""
-        # Fill up the last block of fp8: rows of gate and up, and columns of down, are added.
+        """Read the expert `x`: arguments of `GroupedExperts` without the first dimension.
+
+        `dtype` is the dtype of the result; None keeps that of the checkpoint.
+        """
+        # The last block of fp8 weights may be incomplete. It is filled up with zeros: rows of gate
+        # and of up, and columns of down.
         padding = 0
         if dtype == FP8:
             padding = -stored.F % FP8_BLOCKS.block[1]
         out = {}
         for part in _MATRICES:
             is_gate_up = part == "gate_up"
+            # Read the tensors, of which gate and up may have one each.
             weights = self._read_all(stored, f"w_{part}", x, MXFP4, device)
             scales = self._read_all(stored, f"{part}_scales", x, MXFP4_GROUPS.scale, device)
             biases = self._read_all(stored, f"{part}_bias", x, None, device)
             if stored.transposed:
                 weights = [weight.t() for weight in weights]
+            # Quantized weights stay as they are, or lose their scales.
             if dtype == FP8:
                 dim = 0 if is_gate_up else 1
                 weights = [_padded(weight, padding, dim) for weight in weights]
@@ -429,13 +472,14 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                 pairs = zip(weights, scales, strict=True)
                 weights = [dequantize_weights(weight, scale, dtype) for weight, scale in pairs]
                 scales = []
+            # Put gate and up below each other.
             out[f"w_{part}"] = _joined(weights).to(dtype)
             if scales:
                 assert dtype is not None
                 out[f"{part}_scales"] = _joined(scales).to(FORMATS[dtype].scale)
             if biases:
-                behind = padding if is_gate_up else 0
-                biases = [pad(bias, (0, behind)) for bias in biases]
+                bias_padding = padding if is_gate_up else 0
+                biases = [pad(bias, (0, bias_padding)) for bias in biases]
                 out[f"{part}_bias"] = torch.cat(biases).to(torch.bfloat16 if scales else dtype)
         return out
 
@@ -447,68 +491,84 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         of_bytes: torch.dtype | None,
         device: torch.device | str,
     ) -> list[Tensor]:
-        """Read the tensors of an argument for expert x; [] if the checkpoint has none."""
+        """Read the tensors of one argument for the expert `x`; [] if the checkpoint has none.
+
+        `of_bytes` is the dtype that tensors of bytes are meant to have.
+        """
         names = stored.tensors.get(argument, ())
         return [self._read(name, x, of_bytes).to(device) for name in names]
 
     def _read(self, name: str, x: int, of_bytes: torch.dtype | None) -> Tensor:
-        """Read the tensor of expert x, with a row for each row of a weight. Bytes become
-        `of_bytes`.
+        """Read one tensor of the expert `x`. Weights and scales become matrices.
+
+        `name` is a name of `Stored.tensors`. A tensor of bytes is viewed as the dtype `of_bytes`.
         """
-        tensor: Tensor = self[_of(x, name)] if "*" in name else self._slice(name)[x]
-        # gpt-oss has its bytes in groups.
+        tensor: Tensor = self[_name_of(x, name)] if "*" in name else self._slice(name)[x]
+        # gpt-oss divides the bytes of a row into groups: [n, groups, bytes of a group].
         if tensor.dim() == 3:
             tensor = tensor.flatten(1)
         if of_bytes and tensor.dtype in (torch.uint8, torch.int8):
             return tensor.view(of_bytes)
         return tensor
 
-    def _find(self, *blocks: str) -> _Found:
-        """Find the first of these blocks that the checkpoint has. Raises ValueError."""
+    def _find(self, *blocks: str) -> _Block:
+        """Find the first of these blocks that the checkpoint has. Raises ValueError if it has none.
+
+        A block is present if it has a router. Mixtral's and Step's names of a block are tried, too.
+        """
         for block in blocks:
             parent = block.rpartition(".")[0]
             for name in (block, f"{parent}.block_sparse_moe", f"{parent}.moe"):
                 for router in _ROUTERS:
                     if f"{name}.{router}.weight" in self:
-                        return _Found(name, router)
+                        return _Block(name, router)
         raise ValueError(
             f"{self.path}: has no MoE block `{blocks[0]}`: it has no tensor "
             f"`{blocks[0]}.gate.weight`"
         )
 
     def _tensors(self, block: str, E: int) -> dict[str, list[str]]:
-        """Find the one of `_FORMATS` that the experts have. Returns it with full names, and without
-        arguments that the experts lack.
+        """Find out which of `_FORMATS` the E experts of a block have.
 
-        Raises ValueError unless each of E experts has its tensors, and the experts have no others.
+        Returns the format with the full names of its tensors, and without arguments for which the
+        checkpoint has no tensors. Raises ValueError if a tensor of an expert is missing, or if the
+        experts have tensors that the format does not know.
         """
-        held = self._names_of_experts(block)
-        # Names with * in place of the number of an expert.
+        present_names = self._names_of_experts(block)
+        # Write the names with * in place of the number of an expert, as the formats do.
         patterns = set()
-        for name in held:
+        for name in present_names:
             patterns.add(re.sub(r"^experts\.\d+\.", _EXPERT, name.removeprefix(f"{block}.")))
-        # Take the format that leaves fewest of them unread.
-        present = []
+        # Several formats may fit, such as one with scales and the same without. Take the one that
+        # leaves the fewest names unread.
+        fitting = []
         for known in _FORMATS:
-            here = {argument: names for argument, names in known.items() if patterns & {*names}}
-            if {"w_gate_up", "w_down"} <= here.keys():
-                present.append(here)
-        if not present:
-            where = self._path(min(held)) if held else self.path
+            found_part = {}
+            for argument, names_of_argument in known.items():
+                if patterns & {*names_of_argument}:
+                    found_part[argument] = names_of_argument
+            if {"w_gate_up", "w_down"} <= found_part.keys():
+                fitting.append(found_part)
+        if not fitting:
+            where = self._path(min(present_names)) if present_names else self.path
             raise ValueError(
                 f"{where}: the experts of `{block}` must be `gate_proj`, `up_proj` and "
                 "`down_proj`, or `w1`, `w3` and `w2`, of each expert, or `gate_up_proj` and "
                 f"`down_proj` of all, got {_some(self._under(f'{block}.'))}"
             )
-        found = min(present, key=lambda here: len(patterns.difference(*here.values())))
-        # Each expert must have all of its tensors, and there must be no others.
+        found = min(fitting, key=lambda part: len(patterns.difference(*part.values())))
+        # Each expert must have all tensors of the format, and there must be no other tensors.
         names = set[str]().union(*found.values())
-        wanted = _of_all((f"{block}.{pattern}" for pattern in names), E)
-        surplus = held - wanted
-        if wanted != held:
-            odd = f"got also {_some(surplus)}" if surplus else f"lack {_some(wanted - held)}"
+        wanted = _names_of_all((f"{block}.{pattern}" for pattern in names), E)
+        surplus = present_names - wanted
+        if wanted != present_names:
+            if surplus:
+                odd = f"got also {_some(surplus)}"
+            else:
+                odd = f"lack {_some(wanted - present_names)}"
+            where = self._path(min(surplus or present_names))
             raise ValueError(
-                f"{self._path(min(surplus or held))}: the experts of `{block}`, 0 to {E - 1} "
+                f"{where}: the experts of `{block}`, 0 to {E - 1} "
                 f"as its router has {E} rows, have {_some(names)}, but {odd}"
             )
         full_names = {}
@@ -517,7 +577,10 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         return full_names
 
     def _names_of_experts(self, block: str) -> set[str]:
-        """Names of tensors of routed experts, by the first row of `_OF_EXPERTS` that has any."""
+        """The names of the tensors of a block's routed experts.
+
+        They are those of the first row of `_OF_EXPERTS` of which the block has any.
+        """
         biases = {f"{block}.{bias}" for bias in _CHOICE_BIASES}
         for places in _OF_EXPERTS:
             prefixes = [f"{block}.{place}" for place in places]
@@ -527,14 +590,18 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         return set()
 
     def _stored(self, block: str, E: int) -> Stored:
-        """How the experts are stored. Only headers are read, and not those of files that other
-        ranks have. Raises ValueError unless all experts have one format, and it is a known one.
+        """Find out how the E experts of a block are stored, by the headers of files.
+
+        Some files may be absent, since only other ranks need them. Raises ValueError unless all
+        experts have the same known format. The fields `router` and `others` of the result are
+        empty.
         """
         tensors = self._tensors(block, E)
-        # The header of each argument, which all experts must have.
+        # All experts must have the same header for an argument. Keep that of the first expert.
         headers: dict[str, _Header] = {}
         for argument, names in tensors.items():
-            for name in dict.fromkeys(_of(x, name) for name in names for x in range(E)):
+            for name in dict.fromkeys(_name_of(x, name) for name in names for x in range(E)):
+                # The file may be absent.
                 if self._file_of[name] not in self._opened:
                     continue
                 part = self._slice(name)
@@ -542,14 +609,26 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                 first = headers.setdefault(argument, header)
                 if header[1:] != first[1:]:
                     raise self._refusal(header, f"but {first}: all experts must have one format")
-        # If a file is not there, reading it will raise.
+        # If no header of an argument is there, the sizes are unknown. That is no error yet: it will
+        # be one for a rank that reads an absent file.
         if headers.keys() != tensors.keys():
-            return Stored({}, tensors, set(), E, transposed=False, native=None, D=0, F=0)
-        # Weights must have one dtype, and a fused tensor one row for each row of the router.
+            return Stored(
+                router={},
+                tensors=tensors,
+                others=set(),
+                num=E,
+                transposed=False,
+                native=None,
+                D=0,
+                F=0,
+            )
+        # Both weights must have the same dtype. A tensor of all experts must have a row for each
+        # row of the router.
         gate_up = headers["w_gate_up"]
         down = headers["w_down"]
         packed = down.dtype in _PACKED and "down_scales" in headers
-        if gate_up.dtype != down.dtype or down.dtype not in _WEIGHTS and not packed:
+        is_known_dtype = down.dtype in _WEIGHTS or packed
+        if gate_up.dtype != down.dtype or not is_known_dtype:
             raise self._refusal(
                 gate_up, f"and {down}: both must have one dtype of {', '.join(_WEIGHTS)}"
             )
@@ -557,29 +636,47 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         for header in headers.values():
             if fused and header.shape[:1] != [E]:
                 raise self._refusal(header, f"but must have {E} rows, as the router has")
-        # The shapes of an expert must fit. A header may have any number of dimensions.
-        up = gate_up.of_expert(fused, packed)
-        *_, n, k = (0, 0, *down.of_expert(fused, packed))
+        # The shapes of an expert must fit each other. A header may have any number of dimensions,
+        # so zeros stand for those of `down` that are missing.
+        gate_up_shape = gate_up.of_expert(fused, packed)
+        n, k = (0, 0, *down.of_expert(fused, packed))[-2:]
         may_be_transposed = (
             fused and len(tensors["w_gate_up"]) == 1 and "down_scales" not in headers
         )
-        transposed = may_be_transposed and up == [k, 2 * n]
-        D = k if transposed else n
-        F = n if transposed else k
-        if not transposed and up != [2 * F // len(tensors["w_gate_up"]), D]:
+        transposed = may_be_transposed and gate_up_shape == [k, 2 * n]
+        if transposed:
+            D = k
+            F = n
+        else:
+            D = n
+            F = k
+        if not transposed and gate_up_shape != [2 * F // len(tensors["w_gate_up"]), D]:
             raise self._refusal(gate_up, f"and {down}, which do not fit each other")
-        # Both matrices are taken as they are, or both are dequantized.
+        # `GroupedExperts` take both matrices as they are, or both must be dequantized.
         natives = set()
         for part in _MATRICES:
             scales = headers.get(f"{part}_scales")
             natives.add(self._native(headers[f"w_{part}"], scales, fused, packed))
         native = natives.pop() if len(natives) == 1 else None
-        return Stored({}, tensors, set(), E, transposed, native, D, F)
+        return Stored(
+            router={},
+            tensors=tensors,
+            others=set(),
+            num=E,
+            transposed=transposed,
+            native=native,
+            D=D,
+            F=F,
+        )
 
     def _native(
         self, weight: _Header, scales: _Header | None, fused: bool, packed: bool
     ) -> torch.dtype | None:
-        """`Stored.native` of a weight. Raises ValueError unless it has the scales that it needs."""
+        """Find out in which quantized dtype `GroupedExperts` can take a weight: `Stored.native`.
+
+        Raises ValueError unless a quantized weight has the scales that it needs, and any other
+        weight has none.
+        """
         known = _SCALES.get(weight.dtype)
         if known is None:
             if scales is not None:
@@ -587,12 +684,13 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             return None
         if scales is None:
             raise self._refusal(weight, "without a `weight_scale_inv`")
-        # How many numbers share a scale.
+        # Find out how many rows and columns of the weight share a scale.
         n, k = weight.of_expert(fused, packed)
         shared = granularity(scales.of_expert(fused), n, k)
         in_groups = shared == MXFP4_GROUPS.block
         needs_groups = packed or scales.dtype == "U8"
-        if scales.dtype not in known or shared is None or needs_groups and not in_groups:
+        is_known_layout = shared is not None and (in_groups or not needs_groups)
+        if scales.dtype not in known or not is_known_layout:
             if packed:
                 wanted_format = MXFP4_GROUPS
                 each = "group of 32"
@@ -610,21 +708,26 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         return FP8 if shared == FP8_BLOCKS.block else None
 
     def _refusal(self, header: _Header, why: str) -> ValueError:
+        """The error for a tensor of another format. Its message names the file and the header."""
         return ValueError(f"{self._path(header.name)}: {header}, {why}")
 
     def _under(self, *prefixes: str) -> set[str]:
-        """The names that begin with one of these."""
+        """The names of tensors that begin with one of `prefixes`."""
         return {name for name in self if name.startswith(prefixes)}
 
     def _path(self, name: str) -> Path:
+        """The path of the file that has a tensor."""
         return self.path / self._file_of[name]
 
     def _slice(self, name: str) -> Any:
-        """A tensor of which only the header is read, and later the rows that are asked for."""
+        """Open a tensor without reading its values. Indexing the result reads some rows."""
         return self._open(self._file_of[name]).get_slice(name)
 
     def _open(self, file: str) -> Any:
-        """Open a file, which stays open. Raises ValueError if it cannot be read."""
+        """Open a file, or return it if it is open. It stays open as long as this object lives.
+
+        Raises ValueError if the file cannot be read, and ImportError without safetensors.
+        """
         try:
             from safetensors import SafetensorError, safe_open
         except ImportError:
@@ -638,6 +741,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
 
 
 def _weight_map(index: Path) -> dict[str, str]:
+    """Read the file of each tensor out of an index. Raises ValueError if it is not an index."""
     try:
         described = json.loads(index.read_text(encoding="utf-8"))
         return {str(name): str(file) for name, file in described["weight_map"].items()}
@@ -647,32 +751,36 @@ def _weight_map(index: Path) -> dict[str, str]:
         ) from None
 
 
-def _of(expert: int, pattern: str) -> str:
-    """The name of an expert's tensor. A name without * is that of all experts."""
+def _name_of(expert: int, pattern: str) -> str:
+    """The name of an expert's tensor, by a name with * in place of the expert's number.
+
+    A name without * is that of one tensor with all experts, and is returned as it is.
+    """
     return pattern.replace("*", str(expert))
 
 
-def _of_all(patterns: Iterable[str], E: int) -> set[str]:
-    return {_of(x, pattern) for pattern in patterns for x in range(E)}
+def _names_of_all(patterns: Iterable[str], E: int) -> set[str]:
+    """The names of the tensors of all E experts, by names with * in place of the number."""
+    return {_name_of(expert, pattern) for pattern in patterns for expert in range(E)}
 
 
 def _some(names: Set[str]) -> str:
-    """Names in a message."""
+    """List names for a message: the first of them in order, and "…" if there are more."""
     named = ", ".join(sorted(names)[:_MOST_NAMES])
     return f"{named}…" if len(names) > _MOST_NAMES else named
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Join tensors along rows by their bits, since torch joins no MXFP4."""
+    """Join tensors along rows. Their bits are joined as integers, since torch cannot join MXFP4."""
     return torch.cat([bits_of(part) for part in parts]).view(parts[0].dtype)
 
 
 def _padded(weight: Tensor, by: int, dim: int) -> Tensor:
-    """Add `by` zeros behind the rows or columns of fp8 [n, k]."""
+    """Append `by` rows (`dim` 0) or columns (`dim` 1) of zeros to an fp8 matrix [n, k]."""
     if not by:
         return weight
     sides = (0, 0, 0, by) if dim == 0 else (0, by)
-    # torch pads no fp8, but bytes: a zero is the same.
+    # torch cannot pad fp8, but it can pad bytes. A zero byte is a zero in fp8.
     padded: Tensor = pad(weight.view(torch.uint8), sides)
     return padded.view(weight.dtype)
 
@@ -680,8 +788,10 @@ def _padded(weight: Tensor, by: int, dim: int) -> Tensor:
 def _stack(
     read: Callable[[int], dict[str, Tensor]], logical: Sequence[int], device: torch.device | str
 ) -> dict[str, Tensor]:
-    """Read experts one by one into tensors [e, …] on `device`. If there are none, expert 0 gives
-    the shapes.
+    """Read experts one by one, by `read`, into tensors [e, …] on `device`.
+
+    Each tensor is allocated once and filled row by row, so that memory is needed for one expert
+    more. If `logical` is empty, expert 0 is read for the shapes, and the tensors are [0, …].
     """
     first = read(logical[0] if logical else 0)
     out = {}
@@ -689,7 +799,7 @@ def _stack(
         shape = (len(logical), *tensor.shape)
         out[name] = torch.empty(shape, dtype=tensor.dtype, device=device)
     for row, x in enumerate(logical):
-        # The first expert is read already.
+        # The first expert has been read already.
         tensors = first if x == logical[0] else read(x)
         for name, tensor in tensors.items():
             out[name][row].copy_(tensor)

@@ -1,4 +1,4 @@
-"""Makes complete tensors from the parts that ranks have."""
+"""Gathers complete tensors from the parts that ranks hold."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ if TYPE_CHECKING:
 
 
 def whole_tensor(value: Any) -> Tensor:
-    """A DTensor's values on all ranks of its mesh, which is a collective; any other tensor as it
-    is.
+    """Return the complete values of a tensor.
 
-    gloo of torch 2.11 to 2.14 reads the GPU's memory of a DTensor as if it were the CPU's, which
-    ends the process (pytorch#152645). So without NCCL the values go by the CPU.
+    A DTensor is gathered from all ranks of its mesh, so all of these ranks must call. Any other
+    tensor is complete already and is returned as it is.
+
+    With gloo, torch 2.11 to 2.14 would read the GPU memory of a DTensor as if it were CPU memory,
+    and that ends the process (pytorch#152645). Where gloo carries the tensors of GPUs, the values
+    are therefore gathered through a copy on the CPU.
     """
     if not hasattr(value, "full_tensor"):
         whole: Tensor = value
@@ -27,17 +30,18 @@ def whole_tensor(value: Any) -> Tensor:
 
 
 def _is_over_gloo(value: DTensor) -> bool:
-    """Whether gloo carries GPU tensors in a group of a DTensor's mesh."""
+    """Whether gloo, and not NCCL, carries GPU tensors in one of the groups of a DTensor's mesh."""
     groups = value.device_mesh.get_all_groups()
     return any("cuda:gloo" in dist.get_backend_config(group) for group in groups)
 
 
 def _by_cpu(value: DTensor) -> Tensor:
-    """Gather a DTensor on a GPU over gloo, by a copy on the CPU."""
+    """Gather a DTensor on a GPU over gloo: copy to the CPU, gather there, and copy back."""
     from torch.distributed.tensor import DeviceMesh, DTensor
 
     mesh = value.device_mesh
-    # Make a mesh of CPUs over the same groups.
+    # A DTensor on the CPU needs a mesh of CPUs. It can use the process groups of the GPU mesh,
+    # so that no rank has to make new groups.
     groups = mesh.get_all_groups()
     if len(groups) == 1:
         mesh_of_cpus = DeviceMesh.from_group(groups[0], "cpu")

@@ -202,7 +202,7 @@ struct FewRowsArgs {
 
 // The operator fused_experts: the same stage in fp8, in one kernel. Rows of an expert in a tile, at
 // most, and experts of a rank.
-constexpr int64_t kFusedTokens = 144;
+constexpr int64_t kFusedTokens = 128;
 constexpr int64_t kFusedExperts = 1024;
 
 // A counter for claims, and one for each tile of rows: an expert's last tile may be smaller.

@@ -42,10 +42,11 @@ def test_outputs_agree_with_fp64(device, gpt_oss):
     assert (errors <= LIMITS[FP8]).all(), errors.max()
 
 
-# Tiles have up to 144 rows, 128 columns of h and 256 outputs.
+# Tiles have up to 128 rows, 128 columns of h and 256 outputs. Every width has a loop of its own.
 TILES = [
     *FEW_AND_MANY,
-    ([143, 144, 145, 288, 0, 289, 129, 96], (WIDTH, MIDDLE)),
+    ([127, 128, 129, 256, 0, 257, 113, 96], (WIDTH, MIDDLE)),
+    ([16, 32, 48, 64, 80, 81, 97, 112], (WIDTH, MIDDLE)),
     # Half of the last tile of outputs is empty.
     (COUNTS, (640, 384)),
     (COUNTS, (128, 128)),
@@ -147,35 +148,43 @@ SHAPES = {
 }
 
 
-def measured() -> list[tuple[str, float, dict[str, float]]]:
-    """Model, rows of an expert, and µs by each GEMM on one H200: the page's table, and its routing
-    by zipf.
+# Heads of the page's tables, and the GEMMs of a cell; of another program there is no choice.
+HEADS = {
+    "| one kernel / by TMA / DeepGEMM": (FUSED, BY_TMA, "deep_gemm"),
+    "| one kernel / before / DeepGEMM": (FUSED, None, "deep_gemm"),
+}
+
+
+def measured() -> list[tuple[str, float, dict[str | None, float]]]:
+    """Model, rows of an expert, and µs by each GEMM on one H200: the page's tables, and their
+    routing by zipf.
     """
     page = (ROOT / "docs/experiments.md").read_text()
-    head = "| one kernel / by TMA / DeepGEMM"
     found = []
-    for table in re.findall(rf"^{re.escape(head)}.*?\n\n", page, re.DOTALL | re.MULTILINE):
-        lines = [
-            [cell.strip() for cell in line.strip("|").split("|")]
-            for line in table.strip().split("\n")
-        ]
-        _, *counts = lines[0]
-        for who, *cells in lines[2:]:
-            model = who.removesuffix(", zipf")
-            for count, cell in zip(counts, cells, strict=True):
-                if cell == "–":
-                    continue
-                us = map(float, cell.split(" / "))
-                times = dict(zip((FUSED, BY_TMA, "deep_gemm"), us, strict=True))
-                found.append((model, float(count), times))
+    for head, names in HEADS.items():
+        tables = re.findall(rf"^{re.escape(head)}.*?\n\n", page, re.DOTALL | re.MULTILINE)
+        assert tables, head
+        for table in tables:
+            lines = [
+                [cell.strip() for cell in line.strip("|").split("|")]
+                for line in table.strip().split("\n")
+            ]
+            _, *counts = lines[0]
+            for who, *cells in lines[2:]:
+                model = who.removesuffix(", zipf")
+                for count, cell in zip(counts, cells, strict=True):
+                    if cell == "–":
+                        continue
+                    times = dict(zip(names, map(float, cell.split(" / ")), strict=True))
+                    times.pop(None, None)
+                    found.append((model, float(count), times))
     return found
 
 
 def test_the_choice_is_within_3_percent_of_the_fastest():
     """On H200, with more rows than the kernels for few rows take."""
-    cells = [cell for cell in measured() if cell[1] > 4]
-    assert len(cells) > 30
-    for model, rows, times in cells:
+    checked = 0
+    for model, rows, times in measured():
         e, D, F = SHAPES[model]
         memory = COPIED_GB_PER_S["H200"]
         reading = Reading.of(3 * e * D * F, memory, multiprocessors=132)
@@ -184,8 +193,13 @@ def test_the_choice_is_within_3_percent_of_the_fastest():
             chosen = FUSED
         if rows <= min(most_rows_by_tma(FP8, reading), fewest_rows_fused(reading)):
             chosen = BY_TMA
+        # Up to 4 rows others are the choice, and a table need not have all.
+        if rows <= 4 or chosen not in times:
+            continue
         fastest = min(times.values())
         assert times[chosen] <= 1.03 * fastest, (model, rows, chosen)
+        checked += 1
+    assert checked > 30
 
 
 def test_h100_takes_the_kernels_that_it_took():
@@ -200,10 +214,10 @@ def test_h100_takes_the_kernels_that_it_took():
 @pytest.mark.parametrize(
     ("deep_gemm", "fused", "borders"),
     [
-        (None, None, (20, 65)),
+        (None, None, (20, 1024)),
         # Without DeepGEMM weights would be dequantized.
-        (ImportError("none"), None, (20, 96)),
-        (None, ValueError("too many experts"), (35, 65)),
+        (ImportError("none"), None, (20, 1024)),
+        (None, ValueError("too many experts"), (35, 1024)),
     ],
 )
 def test_borders_of_given_weights(monkeypatch, deep_gemm, fused, borders):

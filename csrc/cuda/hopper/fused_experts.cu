@@ -1,20 +1,20 @@
-// The experts stage in fp8 as one kernel, for calls in which an expert has some rows, up to a
-// hundred or two. Its bits are those of few_rows_by_tma.cu and DeepGEMM.
+// The experts stage in fp8 as one kernel, for calls in which an expert has some rows or many. Its
+// bits are those of few_rows_by_tma.cu and DeepGEMM.
 //
 //   rows ─ gate and up, activation ─▶ h ─ down ─▶ outputs
 //
-// A block claims tiles: 256 weight rows by up to 144 rows of an expert. All tiles of h come before
+// A block claims tiles: 256 weight rows by up to 128 rows of an expert. All tiles of h come before
 // those of outputs, and a counter for each tile of rows says that its h is written. While some
 // blocks still write h, others load weights of outputs, so that memory never rests between the
 // products.
 //
-//   a warp claims ─▶ two warps load, by TMA ─▶ two warpgroups multiply, and write h or outputs
+//   a warp claims ─▶ two warps load, by TMA ─▶ two warpgroups multiply ─▶ one writes h or outputs
 //
-// fused_experts/ has a file for each role: claims.cuh, loads.cuh, sums.cuh and leave.cuh.
+// fused_experts/ has a file for each role: claims.cuh, loads.cuh, sums.cuh and writes.cuh.
 #include "cuda/device/launch.cuh"
-#include "cuda/hopper/fused_experts/leave.cuh"
 #include "cuda/hopper/fused_experts/loads.cuh"
 #include "cuda/hopper/fused_experts/sums.cuh"
+#include "cuda/hopper/fused_experts/writes.cuh"
 #include "cuda/stages.h"
 
 namespace epmoe::cuda {
@@ -26,19 +26,14 @@ using namespace fused;
 
 // Each width has loops of its own.
 template <int kWidth = kTokenStep>
-__device__ __forceinline__ void multiply_tile(const FewRowsArgs& args, const Tile& tile,
-                                              Shared& shared, Stages& ring) {
+__device__ __forceinline__ void multiply_tile(const Tile& tile, Shared& shared, Stages& ring,
+                                              int32_t turn) {
   if constexpr (kWidth < kTokens)
-    if (tile.width > kWidth) return multiply_tile<kWidth + kTokenStep>(args, tile, shared, ring);
+    if (tile.width > kWidth) return multiply_tile<kWidth + kTokenStep>(tile, shared, ring, turn);
   float first[kWidth / 2] = {};
   float second[kWidth / 2] = {};
   sum_tile(tile, shared, ring, first, second);
-  if (!tile.down) return leave_as_h<kWidth>(args, tile, shared, first, second);
-  const int32_t group = threadIdx.x / kWarpgroup;
-  const int32_t column = tile.column + group * (kOutputs / kGroups);
-  if (column >= args.D) return;
-  leave_as_outputs<kWidth>(args, tile, shared, first, column);
-  leave_as_outputs<kWidth>(args, tile, shared, second, column + 64);
+  leave(shared, turn, first, second);
 }
 
 #endif
@@ -57,6 +52,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       init_mbarrier(&shared.done[i], kUsers);
     }
     init_mbarrier(&shared.wanted, 1);
+    init_mbarrier(&shared.summed, kMultipliers / 32);
+    init_mbarrier(&shared.taken, kWriters / 32);
     shared.late = false;
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -64,6 +61,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   let_successor_start();
   if (threadIdx.x < 32) count_parts(args, shared.first);
   __syncthreads();
+  if (threadIdx.x >= kMultipliers + kWarpgroup) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kWriteRegisters));
+    write_tiles(args, shared);
+    return;
+  }
   if (threadIdx.x >= kMultipliers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kLoadRegisters));
     const auto role = static_cast<Role>((threadIdx.x - kMultipliers) / 32);
@@ -76,10 +78,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMathRegisters));
   Tiles tiles(shared, shared.claimed);
-  while (true) {
+  for (int32_t turn = 0;; ++turn) {
     const Tile& tile = tiles.next();
     if (tile.expert == kNoTile) return;
-    multiply_tile(args, tile, shared, ring);
+    multiply_tile(tile, shared, ring, turn);
     tiles.done_as_warp();
   }
 #endif

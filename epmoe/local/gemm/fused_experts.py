@@ -1,9 +1,8 @@
-"""The experts stage for calls in which an expert has some tens of rows, with fp8 weights.
+"""The experts stage for calls in which an expert has some rows or many, with fp8 weights.
 
-One kernel of epmoe computes the whole stage. It is used for calls with more rows than those of
-`FewRowsByTma` and with fewer rows than those of DeepGEMM. Such calls spend most of their time on
-reading the weights. Sums have the same order as in both of these. The file of the kernel,
-`fused_experts` in csrc/cuda/hopper, explains how it works.
+One kernel of epmoe computes the whole stage. On H200 it is used for calls with more rows than
+those of `FewRowsByTma`. Sums have the same order as in those kernels and in DeepGEMM. The file of
+the kernel, `fused_experts` in csrc/cuda/hopper, explains how it works.
 """
 
 from __future__ import annotations
@@ -34,13 +33,12 @@ _LONG_US = 150.0
 # The same limit if the weights take longer to read. With fewer rows the kernels for few rows are
 # the fastest.
 _FEWEST_OF_LONG = 4.0
-# DeepGEMM is faster from this many rows on, times the µs that it takes to read the weights.
-_ROWS_OF_US = 0.92
-# The kernel is not used for more rows. With 512 rows of DeepSeek-V3 both are equally fast.
-_MOST = 256.0
-# The kernels by TMA are used up to this many rows before DeepGEMM is. If this kernel were used for
-# no more rows than that, it would have no calls.
-_MOST_BY_TMA = 48.0
+# The kernel is used up to this many rows, the most that were measured. It was still faster than
+# DeepGEMM there.
+_MOST = 1024.0
+# The kernel is not used for weights that take less time to read than this many µs. The shortest
+# time that was measured is 70 µs.
+_LEAST_US = 50.0
 
 
 def fewest_rows_fused(reading: Reading) -> float:
@@ -49,16 +47,14 @@ def fewest_rows_fused(reading: Reading) -> float:
     With fewer rows the kernels by TMA or those for few rows are faster. The result is infinite if
     the kernel is never the fastest.
     """
-    if most_rows_fused(reading) < _MOST_BY_TMA:
+    if most_rows_fused(reading) == 0:
         return math.inf
     return _FEWEST if reading.us < _LONG_US else _FEWEST_OF_LONG
 
 
 def most_rows_fused(reading: Reading) -> float:
     """The most rows of an expert, on average, for which DeepGEMM is slower with fp8 weights."""
-    if not reading.fast:
-        return 0.0
-    return min(_ROWS_OF_US * reading.us, _MOST)
+    return _MOST if reading.fast and reading.us >= _LEAST_US else 0.0
 
 
 class FusedExperts(FewRows):

@@ -15,7 +15,7 @@ constexpr int kHColumns = static_cast<int>(kScaleBlock);
 // Outputs in a tile.
 constexpr int kOutputs = kWeightRows;
 // Rows of an expert in a tile, at most. More leave no registers: two sums of a thread, of half as
-// many columns each, and the sums of one block of k.
+// many columns each, and sums of one block of k.
 constexpr int kTokens = static_cast<int>(kFusedTokens);
 // A tile's rows are rounded up to a multiple of it, which is also the lines of a box.
 constexpr int kTokenStep = 16;
@@ -30,17 +30,20 @@ static_assert(kStepBytes == kLineBytes);
 // Warpgroups that multiply, each 128 of the weight rows.
 constexpr int kGroups = 2;
 constexpr int kMultipliers = kGroups * kWarpgroup;
-// The last warpgroup loads, one role a warp.
-constexpr int kThreads = kMultipliers + kWarpgroup;
+// A warpgroup loads, one role a warp.
 enum class Role { kWeights, kRows, kScales, kClaims };
-// Registers of a thread that loads, and of one that multiplies: together all that a block gets.
+// The last warpgroup writes what the others have summed, while they go on.
+constexpr int kWriters = kWarpgroup;
+constexpr int kThreads = kMultipliers + kWarpgroup + kWriters;
+// Registers of a thread that loads, writes or multiplies: together all that a block gets.
 constexpr int kLoadRegisters = 40;
-constexpr int kMathRegisters = 232;
-static_assert(kLoadRegisters + kGroups * kMathRegisters <= 3 * 168);
+constexpr int kWriteRegisters = 56;
+constexpr int kMathRegisters = 208;
+static_assert(kLoadRegisters + kWriteRegisters + kGroups * kMathRegisters <= 4 * 128);
 
 // --- Shared memory ---
 
-constexpr int kStages = 4;
+constexpr int kStages = 3;
 constexpr int kWeightBytes = kWeightRows * kLineBytes;
 constexpr int kStageBytes = kWeightBytes + kTokens * kLineBytes;
 using Stages = Ring<kStages, kStageBytes>;
@@ -51,8 +54,12 @@ constexpr int kEmptying = kMultipliers / 32;
 // Places for tiles on their way from the warp that claims. One keeps its place while it is
 // multiplied, since warps that multiply have no registers for it.
 constexpr int kQueue = 4;
-// Who uses a tile: three warps that load, and those that multiply.
-constexpr int kUsers = 3 + kMultipliers / 32;
+// Who uses a tile: three warps that load, those that multiply, and those that write.
+constexpr int kUsers = 3 + kMultipliers / 32 + kWriters / 32;
+// Boxes of a tile's products in bf16, of 64 columns each: of a warpgroup its first sums, then its
+// second ones.
+constexpr int kLeavingBytes = kTokens * kLineBytes;
+constexpr int kLeavingBoxes = 2 * kGroups;
 
 struct Tile {
   int32_t expert;  // kNoTile behind the last tile
@@ -66,26 +73,19 @@ struct Tile {
 };
 constexpr int32_t kNoTile = -1;
 
-// How a token's values of h are divided by their scale, as to_fp8() divides them: both by a power
-// of two first, where the scale is small.
-struct alignas(16) Division {
-  float scale, inverse, power;
-
-  static __device__ __forceinline__ Division by(float scale) {
-    constexpr float kSmall = 0x1p-64f;
-    const float power = scale < kSmall ? 1.0f / kSmall : 1.0f;
-    return {scale * power, 1.0f / (scale * power), power};
-  }
-};
+// threadIdx.x, read anew for each tile. What the compiler derives from a value that stays the same
+// it computes once, and keeps it in memory while a tile is multiplied, which needs all registers.
+// To read it back took longer than all else there.
+__device__ __forceinline__ int32_t thread_of_tile() {
+  int32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
 
 struct Shared {
   char stages[kStages][kStageBytes];
-  // h of a tile, or outputs of both warpgroups, on their way out; before, the largest values.
-  union {
-    char leaving[kTokens * kLineBytes];
-    float largest[kMultipliers / 32][kTokens];
-  };
-  Division division[kTokens];
+  // Products of a tile, on their way out.
+  char leaving[kLeavingBoxes][kLeavingBytes];
   // Of a stage: scales of rows, and of the weights of each warpgroup's two sums.
   float token_scales[kStages][kTokens];
   float weight_scales[kStages][kGroups][2];
@@ -96,6 +96,9 @@ struct Shared {
   uint64_t claimed[kQueue];
   uint64_t readable[kQueue];
   uint64_t done[kQueue];
+  // All products of a tile lie in `leaving`; and all have been read there.
+  uint64_t summed;
+  uint64_t taken;
   // The next tile is to be claimed.
   uint64_t wanted;
   // This block has waited for h in vain.

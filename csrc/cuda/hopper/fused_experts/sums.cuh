@@ -6,16 +6,18 @@
 
 namespace epmoe::cuda::fused {
 
-// The sums of one step over 64 weight rows: four products of 32 along k.
+// The sums of one step over 64 weight rows: four products of 32 along k. Operands are uniform for a
+// warp.
 template <int kCount>
-__device__ __forceinline__ void multiply_step(uint32_t weights, uint32_t tokens,
+__device__ __forceinline__ void multiply_step(uint64_t weights, uint64_t tokens,
                                               float (&sums)[kCount]) {
   constexpr int kProduct = 32;
+  constexpr int kUnit = 16;  // bytes, of an operand
   wgmma_begin();
-  wgmma<Factors::kFirstFp8>(sums, wgmma_operand(weights), wgmma_operand(tokens));
+  wgmma<Factors::kFirstFp8>(sums, weights, tokens);
 #pragma unroll
   for (int k = kProduct; k < kStepBytes; k += kProduct)
-    wgmma<Factors::kFp8>(sums, wgmma_operand(weights + k), wgmma_operand(tokens + k));
+    wgmma<Factors::kFp8>(sums, weights + k / kUnit, tokens + k / kUnit);
   wgmma_commit();
   wgmma_wait<0>();
 #pragma unroll
@@ -42,24 +44,42 @@ __device__ __forceinline__ void add_scaled(float (&sums)[kCount], const float (&
 template <int kCount>
 __device__ __forceinline__ void sum_tile(const Tile& tile, const Shared& shared, Stages& ring,
                                          float (&first)[kCount], float (&second)[kCount]) {
-  const int32_t group = threadIdx.x / kWarpgroup;
+  // The shuffle tells the compiler that a warp has one group, so that operands need no registers of
+  // each thread.
+  const int32_t group = __shfl_sync(kAllLanes, threadIdx.x / kWarpgroup, 0);
   const uint32_t first_at = group * (tile.down ? 2 * kBoxBytes : kBoxBytes);
-  const uint32_t second_at = first_at + (tile.down ? kBoxBytes : 2 * kBoxBytes);
+  const uint32_t to_second = tile.down ? kBoxBytes : 2 * kBoxBytes;
   float step_sums[kCount] = {};
   for (const int32_t end = ring.turn + tile.steps; ring.turn < end;) {
     ring.wait_filled();
     const int32_t stage = ring.turn % kStages;
     const uint32_t at = ring.stage();
+    const uint64_t first_weights = wgmma_operand(at + first_at);
+    const uint64_t second_weights = wgmma_operand(at + first_at + to_second);
+    const uint64_t tokens = wgmma_operand(at + kWeightBytes);
     const float* token_scales = shared.token_scales[stage] + 2 * (threadIdx.x % 4);
     const float2 weight_scales =
         *reinterpret_cast<const float2*>(shared.weight_scales[stage][group]);
-    multiply_step(at + first_at, at + kWeightBytes, step_sums);
+    multiply_step(first_weights, tokens, step_sums);
     add_scaled(first, step_sums, token_scales, weight_scales.x);
-    multiply_step(at + second_at, at + kWeightBytes, step_sums);
+    multiply_step(second_weights, tokens, step_sums);
     add_scaled(second, step_sums, token_scales, weight_scales.y);
     ++ring.turn;
     ring.release(1);
   }
+}
+
+// The sums leave in bf16, a token's columns side by side, once what lay there has been taken.
+template <int kCount>
+__device__ __forceinline__ void leave(Shared& shared, int32_t turn, const float (&first)[kCount],
+                                      const float (&second)[kCount]) {
+  if (turn) wait_mbarrier(&shared.taken, (turn - 1) & 1);
+  const int32_t thread = thread_of_tile();
+  const int32_t box = thread / kWarpgroup * 2;
+  store_turned<2 * kCount>(shared_address(shared.leaving[box]), first, 0, thread);
+  store_turned<2 * kCount>(shared_address(shared.leaving[box + 1]), second, 0, thread);
+  __syncwarp();
+  if (thread % 32 == 0) arrive(&shared.summed);
 }
 
 }  // namespace epmoe::cuda::fused

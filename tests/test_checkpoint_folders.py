@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,6 +55,43 @@ def value_of(layer: nn.Module) -> float:
     """The value that all weights have. Raises ValueError for a mixture."""
     (value,) = {value for parameter in layer.parameters() for value in parameter.flatten().tolist()}
     return value
+
+
+IMPORTS = """
+import sys
+
+import torch
+
+import epmoe
+from test_checkpoint_folders import fill, make_layer
+
+imported = []
+
+
+def profile(frame, what, _):
+    if what == "call" and frame.f_code.co_name == "_find_and_load":
+        imported.append(frame.f_locals["name"])
+
+
+layer = fill(make_layer(), 2.0)
+folder = sys.argv[1]
+sys.setprofile(profile)
+epmoe.checkpoint.save(layer, folder)
+epmoe.checkpoint.load(layer, folder)
+epmoe.checkpoint.full_state_dict(layer)
+sys.setprofile(None)
+assert not imported, imported
+"""
+"""A signal handler that raises within an import may leave Python's import lock behind, which the
+threads of later steps would wait for. So no step imports anything where handlers run.
+"""
+
+
+def test_no_step_imports_where_handlers_run(tmp_path):
+    command = [sys.executable, "-c", IMPORTS, str(tmp_path / "saved")]
+    paths = [str(Path(__file__).parent), str(Path(__file__).parent / "distributed"), *sys.path]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    subprocess.run(command, check=True, env=environment, timeout=100)
 
 
 def loaded(layer: nn.Module, folder: Path) -> float:

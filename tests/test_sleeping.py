@@ -25,7 +25,7 @@ from helpers import (
 from torch import Tensor, nn
 
 import epmoe
-from epmoe import EPStateError, service
+from epmoe import EPStateError, checkpoint, service
 from epmoe.exchange import addresses, cpu, node, places, window
 from epmoe.group import deaths, join
 from epmoe.live import sleeping
@@ -113,6 +113,43 @@ def test_what_has_gone_or_is_here_already():
     assert torch.equal(module.weight, want)
     module.weight.sum().backward()  # they train on
     assert bool((module.weight.grad == 1).all())
+
+
+def test_what_sleeps_is_not_saved_or_loaded(tmp_path):
+    """On CPUs it reads as zeros, which would replace a good checkpoint."""
+    with epmoe.ExpertParallel(alone()) as ep:
+        layer, _ = full_layer(ep)
+        model = nn.Sequential(layer)
+        kept = {name: value.clone() for name, value in layer.state_dict().items()}
+        whole = checkpoint.full_state_dict(model)
+        checkpoint.save(model, tmp_path / "saved")
+        sender = epmoe.WeightSender(model, tmp_path / "versions")
+        weights = epmoe.SleepingWeights(model)
+        calls = [
+            lambda: checkpoint.save(model, tmp_path / "saved"),
+            lambda: checkpoint.load(model, tmp_path / "saved"),
+            lambda: checkpoint.full_state_dict(model),
+            lambda: checkpoint.sharded_state_dict(layer),
+            lambda: checkpoint.load_full_state_dict(model, whole),
+            lambda: sender.send(1),
+        ]
+
+        ep.sleep(weights.offload)
+        for call in calls:
+            with pytest.raises(epmoe.EPStateError, match="has no memory while the weights sleep"):
+                call()
+        assert not [*(tmp_path / "versions").glob("v*")]
+
+        # Nothing has changed, and the same calls are right again.
+        ep.wake(weights.restore)
+        for name, value in layer.state_dict().items():
+            assert torch.equal(value, kept[name])
+        with torch.no_grad():
+            layer.router_weight.zero_()
+        checkpoint.load(model, tmp_path / "saved")
+        assert torch.equal(layer.router_weight, kept["router_weight"])
+        for call in calls:
+            call()
 
 
 @pytest.mark.parametrize("free", ["offload", "discard"])

@@ -25,10 +25,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from epmoe.group.peers import Peers, run_uninterrupted
+from epmoe.group.waiting import import_undisturbed
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import Metadata
 
+# The import of these modules takes most of a second, which programs without checkpoints should not
+# spend. torch imports the second one when it first writes a file.
+_TORCH_CHECKPOINTS = ("torch.distributed.checkpoint", "torch.utils.serialization.config")
 _METADATA = ".metadata"
 _SHARDS = "shards-"
 # The name of the new metadata file within `shards-…`, before it becomes `.metadata`.
@@ -43,7 +47,7 @@ def save(
     `epmoe.checkpoint.save` calls it and describes its errors. Each rank calls `state_of`, which
     returns the state dict with this rank's part of each tensor.
     """
-    # Imported here: it takes most of a second.
+    import_undisturbed(*_TORCH_CHECKPOINTS)
     import torch.distributed.checkpoint as dcp
 
     path = Path(folder)
@@ -67,7 +71,9 @@ def save(
                 _clean(path)
             # Write the new files beside the files of the former checkpoint.
             shards = peers.all_gather(shards)[0]
-            write = partial(dcp.save, state, checkpoint_id=path / shards, process_group=peers.group)
+            # Without a writer torch would look for packages that are not there, in each call.
+            writer = dcp.FileSystemWriter(path / shards)
+            write = partial(dcp.save, state, storage_writer=writer, process_group=peers.group)
             _by_torch(write, peers, failed, RuntimeError)
             if peers.rank == 0:
                 _prepare(path / shards)
@@ -86,11 +92,13 @@ def load(state: dict[str, Any], folder: str | os.PathLike[str], peers: Peers) ->
     read the same checkpoint, even if another process replaces it meanwhile: rank 0 decides which
     `shards-…` folder is read.
     """
+    import_undisturbed(*_TORCH_CHECKPOINTS)
     import torch.distributed.checkpoint as dcp
 
     path = Path(folder)
     path /= peers.all_gather(_shards_folder(path))[0]
-    read = partial(dcp.load, state, checkpoint_id=path, process_group=peers.group)
+    reader = dcp.FileSystemReader(path)
+    read = partial(dcp.load, state, storage_reader=reader, process_group=peers.group)
     failed = f"{folder}: has no checkpoint of this model and optimizer"
     _by_torch(read, peers, failed, ValueError)
 

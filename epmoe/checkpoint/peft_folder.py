@@ -12,6 +12,7 @@ from epmoe.checkpoint.folders import appearing
 from epmoe.checkpoint.whole import whole_tensor
 from epmoe.group.collective import all_ranks, naming
 from epmoe.group.peers import Peers, run_uninterrupted
+from epmoe.live.sleeping import refuse_without_memory
 from epmoe.training.models import expert_parallels
 
 
@@ -42,6 +43,7 @@ def save_adapter(model: Any, folder: str | os.PathLike[str], **options: Any) -> 
             raise ValueError(f"`model` must be one of PEFT, got {type(model).__name__}")
         if peers.rank == 0 and target.exists():
             raise ValueError(f"{target}: must not exist yet")
+        refuse_without_memory(model)
         # Replace each part by the complete tensor. Every rank takes part in this.
         state = model.state_dict()
         gather = partial(_gather_parts, state, _parts(model, state), peers)

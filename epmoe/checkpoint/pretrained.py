@@ -29,6 +29,7 @@ from epmoe.checkpoint.whole import whole_tensor
 from epmoe.config.from_hf import PART_KEYS
 from epmoe.group.collective import all_ranks, naming, peers_of
 from epmoe.group.peers import run_uninterrupted
+from epmoe.live.sleeping import refuse_without_memory
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.spread import local_view
 from epmoe.native.arguments import dtype_name
@@ -116,6 +117,7 @@ def save_pretrained(
         all_ranks(eps) as peers,
         appearing(folder, peers) as (target, hidden),
     ):
+        refuse_without_memory(module)
         # Every rank works out which tensors each file will have. All must come to the same result,
         # since they gather these tensors together.
         files = _files(_tensors(module, layers, eps, source), max_shard_bytes)

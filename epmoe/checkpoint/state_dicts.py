@@ -22,6 +22,8 @@ from epmoe.checkpoint.whole import whole_tensor
 from epmoe.group.collective import all_ranks, naming, peers_of, together
 from epmoe.group.errors import EPStateError
 from epmoe.group.peers import Peers, run_uninterrupted
+from epmoe.group.waiting import import_undisturbed
+from epmoe.live.sleeping import refuse_without_memory
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.spread import is_spread
 from epmoe.local.weight_formats import take_rows
@@ -32,6 +34,9 @@ from epmoe.training.models import eps_of, expert_parallels
 _MOST_NAMED = 16
 # How to save or load with some of all ranks. An error of a call without `group` says it.
 _GIVE_GROUP = "where only a part of all ranks calls, these give their `group`"
+# The import of these modules takes some seconds, which programs without checkpoints should not
+# spend. torch imports the second one when it makes the first state dict.
+_TORCH_STATE_DICTS = ("torch.distributed.checkpoint.state_dict", "torch._dynamo")
 # The keys of an optimizer's state begin with this prefix.
 _OPTIMIZER = "optimizer."
 
@@ -138,7 +143,8 @@ def full_state_dict(module: nn.Module, *, cpu_offload: bool = False) -> dict[str
         ValueError: a parameter of a layer's experts does not have one row for each of this rank's
             experts; or some `GroupedExperts` belong to no `ExpertParallel`, so that nobody knows
             which experts they are.
-        EPStateError: the `ExpertParallel` of a layer is closed; or experts are moving on a rank,
+        EPStateError: the `ExpertParallel` of a layer is closed; or the memory of the weights is
+            gone, as `SleepingWeights.offload` leaves it; or experts are moving on a rank,
             which the error names on the other ranks. Call `ExpertParallel.apply` on all ranks
             first.
         EPTimeoutError: some ranks have ended, or did not call within `exchange.warmup_timeout_s`.
@@ -302,6 +308,7 @@ def load(
     EPStateError and EPTimeoutError as `save` does; ranks may finish their reads at times that
     differ by `exchange.warmup_timeout_s`.
     """
+    import_undisturbed(*_TORCH_STATE_DICTS)
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
         set_optimizer_state_dict,
@@ -357,12 +364,14 @@ def _state_of(
     Also returns the hook that knows which entries it has replaced. No rank waits for another. Keys
     of the optimizer's state begin with `_OPTIMIZER`.
     """
+    import_undisturbed(*_TORCH_STATE_DICTS)
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
         get_model_state_dict,
         get_optimizer_state_dict,
     )
 
+    refuse_without_memory(module)
     # The hook is there for this one state dict: another call of `state_dict` has this rank's rows.
     hook = _ExpertsHook()
     handles = []

@@ -4,12 +4,15 @@ on another thread.
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
 import time
 import weakref
 from _thread import allocate_lock, start_new_thread
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from typing import Generic, TypeVar
@@ -184,6 +187,18 @@ def to_its_end(work: Callable[[], _Value]) -> _Value:
     except BaseException:
         uninterrupted.finish_or_cancel()
         raise
+
+
+def import_undisturbed(*names: str) -> None:
+    """Import modules where no signal handler runs, which is on another thread.
+
+    Python's import system takes a lock right before the `try` that gives it back. If a handler
+    raises between the two, the lock stays with the main thread, and each import of another thread
+    waits for ever. A module that is imported already takes no lock.
+    """
+    for name in names:
+        if name not in sys.modules:
+            to_its_end(partial(importlib.import_module, name))
 
 
 def start_thread(thread: Thread) -> None:

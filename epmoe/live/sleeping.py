@@ -4,7 +4,9 @@ addresses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +39,9 @@ class SleepingWeights:
             needs while it runs.
     """
 
+    # All that exist, for `refuse_tensors_without_memory`.
+    _instances: ClassVar[weakref.WeakSet[SleepingWeights]] = weakref.WeakSet()
+
     def __init__(self, module: nn.Module) -> None:
         tensors = _tensors_of(module)
         device = _device_of(tensors)
@@ -61,12 +66,13 @@ class SleepingWeights:
         for size, views in zip(sizes, storages.values(), strict=True):
             _move(views, self._places.view(place=0, nbytes=size, begin=begin))
             begin += size
+        self._instances.add(self)
 
     def offload(self) -> None:
         """Free the memory of the weights, and keep a copy of them on the host. It waits for the
         GPU. If it raises, the weights are still in their memory.
         """
-        if not self._places.mapped:
+        if self.are_gone:
             return
         try:
             # An earlier `offload` may have been interrupted after its copy.
@@ -93,7 +99,7 @@ class SleepingWeights:
         refuses such writes.
         """
         was_written = False
-        if not self._places.mapped:
+        if self.are_gone:
             # On CPUs the addresses stay readable without their memory, and read as zeros. Any other
             # value there was written meanwhile.
             was_written = self._memory.stays_readable and bool(self._region.any())
@@ -108,6 +114,16 @@ class SleepingWeights:
             )
 
     @property
+    def are_gone(self) -> bool:
+        """Whether the weights have no memory now."""
+        return not self._places.mapped
+
+    def has_place_of(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies at the addresses of these weights."""
+        begin = self._region.data_ptr()
+        return begin <= tensor.data_ptr() < begin + self._nbytes
+
+    @property
     def _region(self) -> Tensor:
         """All bytes of the memory."""
         return self._places.view(place=0, nbytes=self._nbytes)
@@ -115,6 +131,28 @@ class SleepingWeights:
     def _map(self) -> None:
         """Allocate memory at the addresses. Without a descriptor, no other process can map it."""
         self._places.map(place=0, descriptor=None, nbytes=self._nbytes)
+
+
+def refuse_without_memory(module: nn.Module) -> None:
+    """Do as `refuse_tensors_without_memory` does for the parameters and buffers of a module."""
+    refuse_tensors_without_memory((*module.named_parameters(), *module.named_buffers()))
+
+
+def refuse_tensors_without_memory(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise EPStateError if the memory of a tensor is gone.
+
+    Calls that save, send or load weights ask first. On CPUs such memory reads as zeros, which would
+    replace a good checkpoint; on GPUs the process could not use the GPU any more.
+    """
+    asleep = [weights for weights in SleepingWeights._instances if weights.are_gone]
+    if not asleep:
+        return
+    for name, tensor in named:
+        if _is_plain(tensor) and any(weights.has_place_of(tensor) for weights in asleep):
+            raise EPStateError(
+                f"`{name}` has no memory while the weights sleep: call `SleepingWeights.restore` "
+                "first, as `ExpertParallel.wake(weights.restore)` does"
+            )
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:

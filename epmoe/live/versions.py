@@ -43,6 +43,7 @@ from epmoe.exchange.sockets import MOST_DESCRIPTORS, Handout, fetch_descriptor
 from epmoe.group.errors import EPStateError
 from epmoe.live.layout import EMPTY
 from epmoe.live.shared_words import remove_orphans
+from epmoe.live.sleeping import refuse_tensors_without_memory
 from epmoe.local.contexts import layers_of, name_without_wrappers
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.spread import local_view
@@ -218,7 +219,8 @@ class WeightSender:
             ValueError: `version` is not above earlier ones, or a name is there twice.
             OSError: the memory is full here, or was full on another rank in an earlier call.
             MemoryError: the memory of the GPU is full.
-            EPStateError: another trainer has begun. After any of these errors nothing was sent.
+            EPStateError: another trainer has begun, or the memory of weights is gone, as
+                `SleepingWeights.offload` leaves it. After any of these errors nothing was sent.
         """
         dense_by_name = _plain_tensors({} if dense is None else dense)
         if not self._writes:
@@ -242,6 +244,8 @@ class WeightSender:
         files = self._files_there()
         _check_number(version, files, writer)
         _check_has_weights(tables)
+        for table in tables:
+            refuse_tensors_without_memory(table.items())
         self._raise_failures_of_others(writer.group)
         # Write this rank's part.
         path = self._folder / _name_of(version, writer)

@@ -644,13 +644,15 @@ class MoELayer(nn.Module):
         added = None
         if adapters is not None and dispatched.extra is not None:
             added = adapters.of_rows(dispatched.extra)
-        rows_ND = dispatched.rows
-        offsets = dispatched.expert_offsets
-        scales = dispatched.scales
+        arrived = dispatched.arrived
+        assert arrived is not None
+        rows_ND = arrived.rows
+        offsets = arrived.expert_offsets
+        scales = arrived.scales
         if not torch.is_grad_enabled() and is_called_alone(experts):
             segments = Segments(
                 offsets,
-                dispatched.tokens_per_expert,
+                arrived.tokens_per_expert,
                 dispatched.alignment,
                 dispatched.rows_per_expert,
             )

@@ -227,7 +227,7 @@ def _unread_y(sent: Sent, memory: Tensor) -> Tensor:
     """
     T = sent.num_tokens
     D = sent.template.shape.hidden_size
-    dtype = sent.template.like.dtype
+    dtype = sent.template.dtype
     return memory[: T * D * dtype.itemsize].view(dtype).view(T, D)
 
 

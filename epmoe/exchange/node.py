@@ -211,7 +211,7 @@ class NodeExchange(Exchange):
             self.check_open(dispatched)
         call = "combine" if layout == "expert" else "combine_partial"
         self.rounds.permit(dispatched, call)
-        if dispatched.layout != layout:
+        if dispatched.sent.template.shape.layout != layout:
             refuse_layout(dispatched)
         y = self._send_back(ops.combine, rows, dispatched, out, CLOSED)
         return self._closed(y)

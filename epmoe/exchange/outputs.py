@@ -37,14 +37,16 @@ def y_of(dispatched: Dispatched, out: Tensor | None, device: torch.device) -> Te
     `T` is the number of this rank's tokens, and `D` the hidden size of the call. Raises TypeError
     or ValueError if `out` does not fit.
     """
+    sent = dispatched.sent
+    template = sent.template
+    T = sent.num_tokens
+    D = template.shape.hidden_size
     if out is None:
-        return dispatched.sent.template.like.new_empty(
-            dispatched.num_tokens, dispatched.hidden_size
-        )
+        # A tuple of both numbers would cost the host 0.4 µs.
+        return template.like.new_empty(T, D)
     # These comparisons are quick. Only if one fails, `check_tensor` finds the error's text.
-    shape = (dispatched.sent.num_tokens, dispatched.hidden_size)
-    if not _is(out, dispatched.dtype, shape, device):
-        check_tensor("out", out, (dispatched.dtype,), shape, device)
+    if not _is(out, template.dtype, (T, D), device):
+        check_tensor("out", out, (template.dtype,), (T, D), device)
     # Kernels write y in whole lines of 16 bytes.
     if not out.is_contiguous() or out.data_ptr() % 16:
         raise ValueError(
@@ -74,23 +76,26 @@ def output_rows(
     and RuntimeError for rows that need a gradient.
     """
     device = processor.device
-    if dispatched.layout == "rank":
+    arrived = dispatched.arrived
+    if arrived is None:
         return _partial_rows(rows, dispatched, plan, device)
 
     # `check_tensor` has the texts of the errors. It takes longer than these comparisons, so it runs
     # only if one of them fails.
-    D = dispatched.hidden_size
+    template = dispatched.sent.template
+    D = template.shape.hidden_size
+    dtype = template.dtype
     shape: tuple[int, ...] = getattr(rows, "shape", ())
-    if len(shape) != 2 or shape[1] != D or rows.dtype != dispatched.dtype or rows.device != device:
+    if len(shape) != 2 or shape[1] != D or rows.dtype != dtype or rows.device != device:
         _refuse_fp8("expert_rows", rows, dispatched)
-        check_tensor("expert_rows", rows, (dispatched.dtype,), ("N", D), device)
+        check_tensor("expert_rows", rows, (dtype,), ("N", D), device)
     if rows.requires_grad:
         check_forward_only(rows)
 
     # There must be as many rows as have arrived. On a GPU the host does not know that number, and
     # the kernel skips rows that are missing.
     if not processor.runs_ahead and rows.shape[0] < plan.sizes["max_rows"]:
-        needed = int(dispatched.expert_offsets[-1])
+        needed = int(arrived.expert_offsets[-1])
         if rows.shape[0] < needed:
             raise ValueError(f"`expert_rows` must hold at least {needed} rows, got {rows.shape[0]}")
     return aligned_rows(rows)

@@ -18,7 +18,7 @@ from epmoe.config.config import EPConfig
 from epmoe.exchange.call import Call
 from epmoe.exchange.descriptors import Descriptors
 from epmoe.exchange.extra import NOTHING, Extra, check_extra
-from epmoe.exchange.handles import ExpertMajor, Received, RoundShape, RoundTemplate, Slabs
+from epmoe.exchange.handles import Received, RoundShape, RoundTemplate, Rows, Slabs
 from epmoe.exchange.round_state import RoundState
 from epmoe.native.arguments import (
     FLOATS,
@@ -191,10 +191,10 @@ class Templates:
 
         # The buffers in which rows arrive, by expert or by source.
         is_expert_major = shape.layout == "expert"
-        expert_major = None
+        rows = None
         slabs = None
         if is_expert_major:
-            expert_major = self._expert_major(shape)
+            rows = self._rows(shape)
         else:
             slabs = self._slabs(shape)
 
@@ -207,11 +207,9 @@ class Templates:
         return RoundTemplate(
             shape,
             descriptor,
-            layout=shape.layout,
             dtype=y_dtype,
-            hidden_size=D,
             recv=Received(self._views["counts"], slabs),
-            expert_major=expert_major,
+            rows=rows,
             small_alignment_tokens=sizes["small_alignment_tokens"],
             small_alignment=sizes["small_alignment"] if aligned else 1,
             alignment=sizes["alignment"] if aligned else 1,
@@ -221,7 +219,7 @@ class Templates:
             rank=self._rank,
         )
 
-    def _expert_major(self, shape: RoundShape) -> ExpertMajor:
+    def _rows(self, shape: RoundShape) -> Rows:
         """View the buffers as the expert-major rows of a round of this shape."""
         payload = self._payload
         views = self._views
@@ -240,11 +238,11 @@ class Templates:
         read_extra = None
         if shape.extra is not None and shape.extra != NOTHING:
             read_extra = partial(shape.extra.read, rows, items)
-        return ExpertMajor(
+        return Rows(
             rows=rows[:, :items],
-            scales=scales,
             expert_offsets=views["expert_offsets"],
             tokens_per_expert=views["tokens_per_expert"],
+            scales=scales,
             read_extra=read_extra,
         )
 

@@ -68,9 +68,11 @@ def train_dispatch(
     weight_use = ON_ROWS if on_rows else FORWARD
     with directions.owed.informed_on_error(directions), directions.counting_forward_round():
         arrived = directions.forward.out(call, num_rows, weight_use)
-    rows, offsets, tokens, row_weights, _ = arrived
+    row_weights = arrived.row_weights
     assert row_weights is not None
-    return rows, offsets, tokens, row_weights, directions.new_round_tag()
+    round_tag = directions.new_round_tag()
+    offsets = arrived.expert_offsets
+    return arrived.rows, offsets, arrived.tokens_per_expert, row_weights, round_tag
 
 
 @train_dispatch.register_fake

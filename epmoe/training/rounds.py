@@ -25,7 +25,7 @@ from torch._ops import OpOverload
 from epmoe.exchange.call import Call
 from epmoe.exchange.descriptors import WeightUse
 from epmoe.exchange.exchange import takes_turn
-from epmoe.exchange.handles import Dispatched, RoundShape
+from epmoe.exchange.handles import Dispatched, RoundShape, Rows
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import DISPATCHED
 from epmoe.exchange.templates import rows_as
@@ -48,47 +48,6 @@ FORWARD = WeightUse(adds_only=False, returns_values=False)
 ON_ROWS = WeightUse(adds_only=True, returns_values=False)
 # Backward: gradients have been multiplied already, and those of weights travel back with the sums.
 BACKWARD = WeightUse(adds_only=True, returns_values=True)
-
-
-class ReceivedRows(NamedTuple):
-    """The rows that the operator `dispatch_to_caller` has brought to this rank, in the format in
-    which they travel.
-
-    N is the number of rows, D the number of elements of a row, and e the number of experts of this
-    rank.
-    """
-
-    rows: Tensor
-    """[N, D]; if the number of rows is EXACT, these are the rows of the window, which are more than
-    have arrived, and which the next round overwrites
-    """
-    expert_offsets: Tensor
-    """int32 [e + 1], the first row of each expert, and behind the last expert the end of its rows
-    """
-    tokens_per_expert: Tensor
-    """int32 [e]"""
-    row_weights: Tensor
-    """fp32 [N], or [0] in a backward round"""
-
-
-class TrainingRows(NamedTuple):
-    """The rows that a round has brought to the rank of their experts, in memory that the next round
-    leaves alone. Letters are those of `ReceivedRows`.
-    """
-
-    rows: Tensor
-    """[N, D] in the dtype of x"""
-    expert_offsets: Tensor
-    """int32 [e + 1]"""
-    tokens_per_expert: Tensor
-    """int32 [e]"""
-    row_weights: Tensor | None
-    """fp32 [N], 0 in gaps and past the last segment; None in a backward round"""
-    products: Tensor | None
-    """fp32 [N], the dot product of each row with the expert's output for this row, if a kernel has
-    computed it on the way. The kernel has then also multiplied `rows` by their weights. Otherwise
-    None.
-    """
 
 
 class ProductMemory(NamedTuple):
@@ -137,7 +96,7 @@ class Rounds:
 
     def out(
         self, call: Call, num_rows: int, weight_use: WeightUse, outputs: Tensor | None = None
-    ) -> TrainingRows:
+    ) -> Rows:
         """Dispatch the tokens of `call`, and leave the round open.
 
         Args:
@@ -145,10 +104,11 @@ class Rounds:
             num_rows: N, the number of rows to make; or EXACT, for as many rows as arrive.
             weight_use: what dispatch and combine do with weights.
             outputs: [N, D], the experts' outputs in the forward round, in the order of the rows. If
-                they are given, a kernel may multiply rows on arrival: see `TrainingRows.products`.
+                they are given, a kernel may multiply rows on arrival: see `Rows.products`.
 
         Returns:
-            The rows. Those past the last segment are zeros.
+            The rows [N, D] in the dtype of x, in memory that the next round leaves alone. Those
+            past the last segment are zeros.
         """
         exchange = self.exchange
         before = exchange.rounds.count
@@ -165,7 +125,7 @@ class Rounds:
         num_rows: int,
         weight_use: WeightUse,
         outputs: Tensor | None,
-    ) -> TrainingRows:
+    ) -> Rows:
         """Do the work of `out`, but leave the round open after an exception, which `out` then gives
         up.
         """
@@ -174,14 +134,12 @@ class Rounds:
         product_memory = None
         if outputs is not None:
             product_memory = self._product_memory(exchange, x, outputs)
-        received = _dispatch(
+        arrived = _dispatch(
             exchange, call, num_rows, weight_use, self._wire, product_memory, self._num_sms
         )
-        rows = received.rows
-        offsets = received.expert_offsets
-        row_weights = None
-        if not weight_use.returns_values:
-            row_weights = received.row_weights
+        rows = arrived.rows
+        offsets = arrived.expert_offsets
+        row_weights = arrived.row_weights
 
         # Cut rows and weights to what has arrived. Their memory belongs to the exchange, which uses
         # it again in the next round, so the weights are copied.
@@ -203,7 +161,7 @@ class Rounds:
         products = None
         if product_memory is not None:
             products = product_memory.products.sum(1)
-        return TrainingRows(rows, offsets, received.tokens_per_expert, row_weights, products)
+        return Rows(rows, offsets, arrived.tokens_per_expert, row_weights, products)
 
     def _product_memory(
         self, exchange: NodeExchange, x: Tensor, outputs: Tensor
@@ -296,11 +254,12 @@ def _dispatch(
     wire: WireFormat,
     product_memory: ProductMemory | None,
     num_sms: int,
-) -> ReceivedRows:
-    """Dispatch into new memory; if `num_rows` is EXACT, into the window.
+) -> Rows:
+    """Dispatch into new memory; if `num_rows` is EXACT, into the window. The rows of the window are
+    more than have arrived, and the next round overwrites them.
 
-    A kernel uses at most `num_sms` multiprocessors. The handle of the open round gets the rows,
-    offsets and counts that this returns, since combine reads them there.
+    A kernel uses at most `num_sms` multiprocessors. The handle of the open round gets the rows that
+    this returns, since combine reads their offsets. They are in the format in which they travel.
     """
     sent = exchange.opened(call)
     assert sent.descriptor is not None
@@ -331,13 +290,11 @@ def _dispatch(
     found = exchange.launch(ops.dispatch_to_caller, arguments, DISPATCHED, rest_of_round)
     rows, offsets, counts, row_weights, sent.descriptor = found
 
-    # The handle of the round gets what combine reads there.
-    dispatched = exchange.received(sent)
-    dispatched.expert_offsets = offsets
-    dispatched.tokens_per_expert = counts
     if num_rows == EXACT:
         dtype = call.x.dtype
         items = wire.row_items(call.x.shape[1], dtype)
         rows = rows_as(exchange.views["rows"], wire.dtype_of(dtype), items)
-    dispatched.rows = rows
-    return ReceivedRows(rows, offsets, counts, row_weights)
+    # A backward round brings no weights.
+    arrived = Rows(rows, offsets, counts, None if weight_use.returns_values else row_weights)
+    exchange.received(sent).arrived = arrived
+    return arrived

@@ -60,7 +60,8 @@ from epmoe.local.simulate import simulate_routing
 from epmoe.native import opaque as opaque
 from epmoe.native.build import problem_with_torch as _problem_with_torch
 from epmoe.native.package import __version__ as __version__
-from epmoe.service import ExpertParallel, join_group, resize
+from epmoe.resizing import join_group, resize
+from epmoe.service import ExpertParallel
 
 __all__ = [
     "Balancer",

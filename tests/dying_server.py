@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import epmoe
-import epmoe.service
+import epmoe.life.life
 from epmoe.group.board import Meeting
 
 STEP = 10  # in which a rank dies first
@@ -78,14 +78,14 @@ STATES = {
     "new-forms": (step_ends, lambda: patch(Meeting, "connect", 1), None),
     "new-connects": (step_ends, lambda: patch(dist, "init_process_group", 1), None),
     "new-opens": (step_ends, lambda: patch(epmoe.ExpertParallel, "__init__", 2), None),
-    "new-maps": (step_ends, lambda: patch(epmoe.service, "open_exchange", 2), None),
+    "new-maps": (step_ends, lambda: patch(epmoe.life.life, "open_exchange", 2), None),
     "new-hangs": (step_ends, lambda: patch(Meeting, "connect", 1, number=signal.SIGSTOP), None),
     "new-steps": (step_ends, lambda: patch(serve_rank.Rank, "step", 1), None),
     "old-decides": (step_ends, None, lambda: patch(epmoe, "resize", 1)),
     "old-forms": (step_ends, None, lambda: patch(Meeting, "connect", 2)),
     "old-connects": (step_ends, None, lambda: patch(dist, "init_process_group", 3)),
-    "old-opens": (step_ends, None, lambda: patch(epmoe.ExpertParallel, "go_on", 2)),
-    "old-maps": (step_ends, None, lambda: patch(epmoe.service, "open_exchange", 3)),
+    "old-opens": (step_ends, None, lambda: patch(epmoe.life.life.Life, "go_on", 2)),
+    "old-maps": (step_ends, None, lambda: patch(epmoe.life.life, "open_exchange", 3)),
     "two": (step_ends, None, None),
     "two-new-opens": (step_ends, lambda: patch(epmoe.ExpertParallel, "__init__", 2), None),
 }

@@ -27,8 +27,9 @@ from waits import LONG_S, until
 
 import epmoe
 import epmoe.group.recovery
+import epmoe.life.life
+import epmoe.life.membership
 import epmoe.rail.opening
-import epmoe.service
 from epmoe import Move, Placement
 from epmoe.group.board import Board, Meeting
 from epmoe.group.peers import Peers
@@ -512,9 +513,10 @@ STEPS = {
     "decides": (epmoe.group.recovery, "_meet"),
     "connects": (dist, "init_process_group"),
     "has half a group": (dist.distributed_c10d, "_update_default_pg"),
-    "checks": (epmoe.service, "check_size"),
+    "checks": (epmoe.life.membership, "check_size"),
     "opens": (Peers, "all_gather"),
-    "maps": (epmoe.service, "open_exchange"),  # the others have closed their windows so far by then
+    # The others have closed their windows so far by then.
+    "maps": (epmoe.life.life, "open_exchange"),
     "opens its window": (epmoe.rail.opening, "open_window"),
     "has windows": (epmoe.rail.opening, "NodeExchange"),
     "confirms": (Meeting, "confirm"),

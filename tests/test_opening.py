@@ -23,7 +23,6 @@ from waits import LONG_S, SOON_S
 
 import epmoe
 import epmoe.rail.opening
-import epmoe.service
 from epmoe.exchange import sockets
 from epmoe.group.deaths import this_process
 from epmoe.group.peers import Peers

@@ -22,6 +22,9 @@ from waits import SOON_S
 import epmoe
 from epmoe import EPResumeError, EPStateError, service
 from epmoe.exchange.buffers import Buffers
+from epmoe.life import life, membership
+
+JOINING = {module.__file__ for module in (life, membership, service)}
 
 
 def is_valid(state, generation: int) -> bool:
@@ -249,7 +252,7 @@ def test_close_leaves_what_another_thread_has_mapped(ep, monkeypatch, step):
         begin(buffers)
         with ThreadPoolExecutor(1) as other:
             other.submit(ep.close).result()
-        mapped.extend(places.mapped for places in ep._addresses._scratch.values())
+        mapped.extend(places.mapped for places in ep.life.addresses._scratch.values())
 
     ep.sleep()
     if step == "resume":
@@ -280,7 +283,7 @@ def test_a_resume_that_is_interrupted_keeps_no_move_to_itself(ep):
     lost = 0
     for event in itertools.count():
         generation = ep.generation
-        with interrupted_at(event, {service.__file__}) as interrupts, suppress(EPResumeError):
+        with interrupted_at(event, JOINING) as interrupts, suppress(EPResumeError):
             ep.resume()
         if not interrupts.came:
             break
@@ -292,7 +295,7 @@ def test_a_resume_that_is_interrupted_keeps_no_move_to_itself(ep):
 
 def test_close_gives_back_what_a_failed_load_has_kept(ep):
     """Replays of graphs of other groups look into scratch."""
-    scratch = ep._addresses._scratch.values()
+    scratch = ep.life.addresses._scratch.values()
     ep.sleep()
     with pytest.raises(ZeroDivisionError):
         ep.wake(lambda: 1 / 0)

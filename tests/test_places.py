@@ -18,9 +18,10 @@ from storm.moving import Moving
 from storm.places import Placed, at_every_place
 from storm.served import Served, renew, sleep
 
-from epmoe import service
+from epmoe import resizing, service
 from epmoe.exchange import addresses
 from epmoe.group import board, join, peers, recovery, waiting
+from epmoe.life import life, membership
 from epmoe.live import (
     balancer,
     experts,
@@ -71,14 +72,15 @@ class Step(NamedTuple):
     step: Callable[[Any], object]
 
 
-REGROUPING = [board, join, peers, recovery, service, waiting]
+LIFE = [life, membership, service]
+REGROUPING = [*LIFE, board, join, peers, recovery, resizing, waiting]
 STEPS = {
     "recover": Step(Served, "recover", REGROUPING, Served.recover),
-    "resume": Step(Served, "resume", [join, peers, service, waiting], Served.resume),
+    "resume": Step(Served, "resume", [*LIFE, join, peers, waiting], Served.resume),
     "receiver": Step(Served, "receive", [held, peers, receiver, shared_words], Served.receive),
     "close": Step(Served, "renew", [receiver, shared_words], renew_receivers),
-    "sleep": Step(Served, "sleep", [addresses, service, sleeping], fall_asleep_and_wake),
-    "wake": Step(Served, "wake", [addresses, peers, service, sleeping], fall_asleep_and_wake),
+    "sleep": Step(Served, "sleep", [*LIFE, addresses, sleeping], fall_asleep_and_wake),
+    "wake": Step(Served, "wake", [*LIFE, addresses, peers, sleeping], fall_asleep_and_wake),
     "resize asleep": Step(Served, "resize", [*REGROUPING, sleeping], resize_asleep),
     "send": Step(Served, "send", [versions], Served.send_signalled),
     "replace": Step(Moving, "move", [experts, moves, service], Moving.move),

@@ -377,7 +377,7 @@ def test_the_last_error_is_the_cause(folder_of_mine, monkeypatch, caplog):
         raise RuntimeError("too many open files")
 
     with epmoe.ExpertParallel(alone()) as ep:
-        monkeypatch.setattr(ep, "go_on", fails)
+        monkeypatch.setattr(ep.life, "go_on", fails)
         with pytest.raises(TimeoutError, match="too many open files$") as caught:
             recover_alone(ep, folder_of_mine, lambda moves: None, timeout_s=1.0)
     assert str(caught.value.__cause__) == "too many open files"

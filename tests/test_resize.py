@@ -145,7 +145,7 @@ def is_refused_in_a_child(state, folder: Path) -> bool:
 def resize_during_a_call(state, folder: Path) -> str:
     """What a thread gets while another one is in a call."""
     with ThreadPoolExecutor(1) as other:
-        error = state.ep.alone(
+        error = state.ep.life.alone(
             lambda: other.submit(epmoe.resize, state.ep, folder, 1, print).exception()
         )
     return f"{type(error).__name__}: {error}"

@@ -197,7 +197,7 @@ def test_a_signal_at_the_edge_of_a_turn_does_not_leave_it_held(ep):
             try:
                 # A timer as short as the call: it ends before, within or behind it.
                 signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-6, 3e-5))
-                ep.alone(int)
+                ep.life.alone(int)
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
         except Interrupted:

@@ -28,12 +28,25 @@ import epmoe
 from epmoe import EPStateError, checkpoint, service
 from epmoe.exchange import addresses, cpu, node, places, window
 from epmoe.group import deaths, join
+from epmoe.life import life, membership
 from epmoe.live import sleeping
 
 NBYTES = 2 << 20  # more than torch and the driver round to
 FILES = {
     module.__file__
-    for module in (addresses, cpu, deaths, join, node, places, service, sleeping, window)
+    for module in (
+        addresses,
+        cpu,
+        deaths,
+        join,
+        life,
+        membership,
+        node,
+        places,
+        service,
+        sleeping,
+        window,
+    )
 }
 
 
@@ -290,7 +303,7 @@ def test_a_signal_during_sleep_and_wake():
                 if "asleep" in repr(ep):
                     asleep += 1
                     ep.wake(weights.restore)
-                elif ep._exchange is None:
+                elif ep.life.opened is None:
                     assert call.func == ep.wake and interrupts.came
                     assert len(ep.resume()) == ep.config.model.num_experts, "all are loaded again"
                     weights.restore()
@@ -320,7 +333,7 @@ def test_another_thread_at_any_step(what):
                 stopped_at(step, FILES, lambda: other.submit(ep.resume).exception()) as stops,
             ):
                 getattr(ep, what)()
-            if ep._exchange is None:
+            if ep.life.opened is None:
                 ep.resume()
             assert torch.equal(layer(x), want), step
             if not stops.came:
@@ -351,7 +364,7 @@ def test_another_thread_reads_health_at_any_step(what):
         if what == "wake":
             ep.sleep()
         for step in itertools.count():
-            with stopped_at(step, {service.__file__}, reads) as stops:
+            with stopped_at(step, {service.__file__, life.__file__}, reads) as stops:
                 getattr(ep, what)()
             if not stops.came:
                 break

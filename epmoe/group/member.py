@@ -26,29 +26,49 @@ class Follower(Protocol):
         """
 
 
+class Groups(Protocol):
+    """The part of epmoe/life/life.py's `Life` that this package uses."""
+
+    def alone(self, call: Callable[[], _Result]) -> _Result: ...
+
+    def go_on(self, *args: Any) -> tuple[Move, ...]: ...
+
+
 class Member(Protocol):
     """The part of `ExpertParallel` that this package uses. `ExpertParallel` explains each name."""
 
-    config: EPConfig
-    placement: Placement
-    group: dist.ProcessGroup | None
-    rank: int
-    size: int
-    origin: str
-    generation: int
-    processes: list[str]
+    @property
+    def life(self) -> Groups: ...
+
+    @property
+    def config(self) -> EPConfig: ...
+
+    @property
+    def placement(self) -> Placement: ...
+
+    @property
+    def group(self) -> dist.ProcessGroup | None: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def origin(self) -> str: ...
+
+    @property
+    def generation(self) -> int: ...
+
+    @property
+    def processes(self) -> list[str]: ...
 
     @property
     def exchange(self) -> Any: ...
 
-    def alone(self, call: Callable[[], _Result]) -> _Result: ...
-
     def survivors(self) -> list[int]: ...
 
     def ended(self) -> list[int]: ...
-
-    def go_on(self, *args: Any) -> tuple[Move, ...]: ...
-
-    def lose_weights(self) -> None: ...
 
     def close(self) -> None: ...

@@ -106,7 +106,7 @@ def recover(
         timeout_s=timeout_s,
         backend=backend,
     )
-    ep.alone(lambda: regroup(ep, store, load_weights, wanted))
+    ep.life.alone(lambda: regroup(ep, store, load_weights, wanted))
 
 
 class _AttemptError(Exception):
@@ -151,7 +151,7 @@ def regroup(
     ep: Member, store: Store, load_weights: Callable[[tuple[Move, ...]], object], wanted: Wanted
 ) -> bool:
     """Form the next group as `recover` describes it, and load the weights that moved. `recover` and
-    `resize` call it within `ep.alone`.
+    `resize` call it within `ep.life.alone`.
 
     Returns whether this rank is in the group. It is False for a rank that leaves (`wanted.leaves`),
     whose `ep` is then closed.
@@ -208,7 +208,7 @@ def regroup(
                 placement = decision.config.place_experts()
             group = None  # the default process group, which `_enter` makes
             spread_lost = True
-            go_on = partial(ep.go_on, group, placement, spread_lost)
+            go_on = partial(ep.life.go_on, group, placement, spread_lost)
             try:
                 moves = _enter(meeting, decision, ep.rank, wanted.backend, go_on)
             except _AttemptError as failed:

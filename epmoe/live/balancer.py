@@ -38,7 +38,8 @@ _log = logging.getLogger("epmoe")
 class Serving(Member, Protocol):
     """The part of an `ExpertParallel` that a `Balancer` uses."""
 
-    live: RankExperts
+    @property
+    def live(self) -> RankExperts: ...
 
     def poll(self) -> None: ...
 

@@ -274,7 +274,7 @@ class TrainingExchange:
             weights_for_experts = row_weights
         else:
             weights_for_combine = row_weights
-        alignment = ep.config.alignment if opening.aligned else 1
+        alignment = ep.life.member.config.alignment if opening.aligned else 1
         # Both records take their fields in order: keywords would cost each round 0.7 µs.
         pending = Pending(
             round_tag,
@@ -308,7 +308,8 @@ class TrainingExchange:
             )
 
         # The config may ask for aligned segments in every round.
-        config = self.ep.config
+        # This is `ep.config`, without the property, which would cost each round more.
+        config = self.ep.life.member.config
         aligned = aligned or config.capacity.alignment is not None
         alignment = config.alignment if aligned else 1
         tokens, num_real = token_count(num_tokens, x.shape[0], self.ep.device)

@@ -311,8 +311,11 @@ def unspread(ep: ExpertParallel, experts: object, *, frozen: bool = False) -> li
 
     Only parameters that require grad count, unless `frozen`: then all do.
     """
-    # A single rank has all experts, and needs no DTensors, unless it has copies of experts.
-    alone = ep.size == 1 and ep.placement.num_physical_experts == ep.placement.num_experts
+    # A single rank has all experts, and needs no DTensors, unless it has copies of experts. Each
+    # call with gradients asks this, so it reads no property of `ep`.
+    member = ep.life.member
+    placement = member.placement
+    alone = member.size == 1 and placement.num_physical_experts == placement.num_experts
     if alone or not isinstance(experts, nn.Module):
         return []
     return [

@@ -93,7 +93,7 @@ class Directions:
         """The generation of the group, which changes when ranks leave or come. Rows of one
         generation do not fit the windows of another.
         """
-        return self.forward.ep.generation
+        return self.forward.ep.life.member.generation
 
     @property
     def counts(self) -> RoundCounts:

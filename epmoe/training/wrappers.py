@@ -38,7 +38,7 @@ class Wrappers:
 
         Every forward pass of the exchange calls this, so it must be quick if nothing has changed.
         """
-        if self._ep.size == 1:
+        if self._ep.life.member.size == 1:
             return
 
         # torch tells which DDP wrapper's forward pass is running.

@@ -106,7 +106,7 @@ def test_wake_wherever_a_handler_raises(ep, rank):
 
         while ep.asleep:
             outcome_of(wake)
-        has_left = ep._exchange is None
+        has_left = ep.life.opened is None
         assert not has_left or restores, f"rank {rank} has left: {events}"
         if any(of_all(has_left)):
             break

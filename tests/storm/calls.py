@@ -211,7 +211,7 @@ def of_resize(size: int, state, before: int | None, error: BaseException) -> boo
 
 def is_closed(state) -> bool:
     ep = state.ep
-    return ep is None or not ep.asleep and ep._exchange is None
+    return ep is None or not ep.asleep and ep.life.opened is None
 
 
 def of_none(state, before: int | None, error: BaseException) -> bool:

@@ -33,7 +33,7 @@ demo: setup  ## four real MoE models generate text, their experts spread over 4 
 	@epmoe run cpu_demo --model all --report report.html
 
 test: setup  ## what holds every guarantee, in minutes; CI adds more: .ci/run
-	$(TWO) unit lint docs core nodes integrations
+	$(TWO) unit core integrations nodes lint docs
 
 test-all: MARK :=
 test-all: export EPMOE_FUZZ_FIRST = $(FUZZ_SEED)
@@ -71,14 +71,16 @@ ranks = rm -rf build/ranks/$@; echo "== $(1) ranks"; \
 unit: setup  ## tests of one process, on up to four cores
 	$(UNIT) $(MARK)
 
-# The files that import transformers: the ranks of `core` need not.
-INTEGRATIONS := $(foreach name,compile trainer transformers transformers_static transformers_training,tests/distributed/test_$(name).py)
+# The files that import transformers, or compile on each rank: the ranks of `core` need not, and compilers take the
+# time of each rank.
+INTEGRATIONS := $(foreach name,bench compile lora trainer training_graphs training_layers \
+  transformers transformers_static transformers_training,tests/distributed/test_$(name).py)
 
 core: export EPMOE_FUZZ_CONFIGS := 15
 core: setup  ## tests over 3 ranks, without those of integrations
 	@$(call ranks,3,tests/distributed $(INTEGRATIONS:%=--ignore %))
 
-integrations: setup  ## transformers and torch.compile over 2 ranks
+integrations: setup  ## transformers, PEFT, torch.compile and benchmarks over 2 ranks
 	@$(call ranks,2,$(INTEGRATIONS))
 
 slow: setup  ## the tests that repeat at length what faster ones hold, but for the longest

@@ -4,6 +4,9 @@ the ranks.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,18 +23,38 @@ own_gpus = pytest.mark.skipif(RANKS_SHARE_GPUS, reason="transformers gives GPU r
 needs_ep = pytest.mark.skipif(
     not hasattr(integration, "EpmoeEP"), reason="EP implementations need transformers 5.23"
 )
-both_entry_points = pytest.mark.parametrize(
-    "entry_point", [pytest.param("ep_implementation", marks=needs_ep), "experts_implementation"]
-)
+ENTRY_POINTS = ("ep_implementation", "experts_implementation")
 """Each rank holds its share of the expert weights, or all weights and takes its share
 of the work.
 """
+both_entry_points = pytest.mark.parametrize(
+    "entry_point", [pytest.param(ENTRY_POINTS[0], marks=needs_ep), ENTRY_POINTS[1]]
+)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """Where transformers puts a model that is spread over ranks."""
 LAYER_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}
 """Error of one layer's output, relative to its largest value. In bfloat16 it has two roundings to 8
 bits: before and after the sum over ranks.
 """
+
+
+def by_turns(*choices: Iterable[object], first: int = 0) -> list:
+    """All combinations of the choices, as parameters of a test. Every second one is slow.
+
+    A combination is quick if the positions of its values in their choices and `first` have an even
+    sum. So each value meets each value of every other choice, but of two choices alone only half:
+    tests with `first` 0 and 1 together have all pairs.
+    """
+    cases = []
+    for combination in itertools.product(*map(enumerate, choices)):
+        values = [value for _, value in combination]
+        marks = []
+        if ENTRY_POINTS[0] in values:
+            marks.append(needs_ep)
+        if (sum(position for position, _ in combination) + first) % 2:
+            marks.append(pytest.mark.slow)
+        cases.append(pytest.param(*values, marks=marks))
+    return cases
 
 
 def needs_heads(name: str) -> None:

@@ -19,7 +19,9 @@ import spread_models
 from exchanges import nodes_of
 from spread_models import (
     DEVICE,
+    ENTRY_POINTS,
     both_entry_points,
+    by_turns,
     needs_ep,
     needs_heads,
     own_gpus,
@@ -63,8 +65,7 @@ def routers(model) -> list[torch.nn.Module]:
     ]
 
 
-@both_entry_points
-@pytest.mark.parametrize("name", demo.MODELS)
+@pytest.mark.parametrize(("name", "entry_point"), by_turns(demo.MODELS, ENTRY_POINTS))
 def test_generation_from_different_prompts_equals_a_single_process(name, entry_point, rank, size):
     """A rank that has finished keeps stepping until the last rank has; with torch's FSDP it does so
     by default.
@@ -80,8 +81,7 @@ def test_generation_from_different_prompts_equals_a_single_process(name, entry_p
     assert layers.seconds["dispatch"] > 0
 
 
-@both_entry_points
-@pytest.mark.parametrize("name", demo.MODELS)
+@pytest.mark.parametrize(("name", "entry_point"), by_turns(demo.MODELS, ENTRY_POINTS, first=1))
 def test_bfloat16_logits(name, entry_point, rank):
     """Tokens and routing are teacher-forced: at near ties in bfloat16, another rounding chooses
     another expert.
@@ -174,9 +174,9 @@ def test_two_groups_of_ranks_each_with_all_experts(rank, size):
     assert integration.shared()[0].ep.size == 2
 
 
-@both_entry_points
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", demo.MODELS)
+@pytest.mark.parametrize(
+    ("name", "dtype", "entry_point"), by_turns(demo.MODELS, DTYPES, ENTRY_POINTS)
+)
 def test_one_layer_with_batches_of_any_length(name, dtype, entry_point, rank, size):
     layer = spread_models.OneLayer(name, entry_point, dtype)
     for step in range(2 * size):  # each rank has no tokens in two steps, also while another has 70

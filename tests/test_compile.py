@@ -26,9 +26,11 @@ GRAPHS = 3  # for T ≥ 2, 0 and 1
 pytestmark = pytest.mark.usefixtures("forget_graphs")
 
 
-@pytest.fixture(params=[slow("eager"), "aot_eager", "inductor"])
+@pytest.fixture(params=[slow("eager"), slow("aot_eager"), "inductor"])
 def backend(request, device):
-    """aot_eager traces what eager traces, and then more of it."""
+    """aot_eager traces what eager traces, and then more of it; inductor compiles what aot_eager
+    runs.
+    """
     if request.param == "inductor" and device.type == "cpu" and not shutil.which("g++"):
         pytest.skip("torch.compile needs a C++ compiler")
     return request.param

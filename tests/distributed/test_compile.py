@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch._dynamo as dynamo
-from helpers import full_layer, randn
+from helpers import full_layer, randn, slow
 from test_layers import D, E, K
 from torch import Tensor, nn
 
@@ -28,7 +28,8 @@ class Model(nn.Module):
         return b(x) + a(x).relu()
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+# inductor traces what the others trace, and then more of it.
+@pytest.mark.parametrize("backend", [slow("eager"), slow("aot_eager"), "inductor"])
 def test_every_rank_has_its_own_batches(make_ep, rank, size, device, backend):
     """Ranks meet with graphs for T = 0, 1 and any T in one round, and with a rank that is not
     compiled.

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -425,6 +426,8 @@ def test_weights_that_fail_later_are_asked_for_again(make, size):
     moves = ep.replace(draw_table(ep, seed=3), weights)
     started = True
     while not moves.done:
+        # The copies run on another thread, which takes its turn between two polls.
+        time.sleep(0.001)
         try:
             ep.poll()
         except ZeroDivisionError:

@@ -273,6 +273,7 @@ stacks: export EPMOE_TRIED := stacks
 stacks: $(VLLM)/.ready $(VLLM_TREES:%=$(STACKS)/trees/%)  ## vLLM on CPUs with epmoe: every combination, and its kernels
 	$(VLLM)/bin/python -m pytest -q -p no:cacheprovider tests/stacks/test_vllm_*.py
 	@PATH="$(CURDIR)/$(VLLM)/bin:$$PATH"; $(call ranks,2,tests/stacks/test_vllm_rounds.py)
+	@PATH="$(CURDIR)/$(VLLM)/bin:$$PATH"; $(call ranks,2,tests/stacks/test_vllm_updates.py)
 
 # The other stacks beside vLLM's packages, most of which they use, too: seconds, and no second torch. Versions are those of
 # their own environments above.
@@ -298,6 +299,7 @@ stacks-ci-layers: export PATH := $(CURDIR)/$(VLLM)/bin:$(PATH)
 stacks-ci-layers: export PYTHONPATH := .:$(LAYERS)
 stacks-ci-layers:
 	@$(call ranks,2,tests/stacks/test_vllm_rounds.py)
+	@$(call ranks,2,tests/stacks/test_vllm_updates.py)
 	@$(call ranks,2,tests/stacks/test_sglang.py -k 'not fp8')
 	@$(call ranks,2,tests/stacks/test_torchtitan.py -k 'not hundred and not spread')
 	@$(call ranks,2,tests/stacks/test_megatron.py)

@@ -39,6 +39,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from epmoe.group.collective import naming
 from epmoe.group.peers import Peers
+from epmoe.group.waiting import as_on_this_thread
 from epmoe.integrations.vllm import release
 from epmoe.integrations.vllm.experts import EpmoeExperts
 from epmoe.integrations.vllm.sizes import TIMEOUT_S, named_exchanges
@@ -141,7 +142,7 @@ class VersionEngine(WeightTransferEngine[FolderInfo, VersionInfo]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: VersionInfo) -> None:
-        """Wait for a version, and load it. Collective.
+        """Wait for a version, and load it. Collective: one step of all ranks.
 
         If this raises before a weight has changed, the former ones serve on: TimeoutError where the
         version has not come, FileNotFoundError where it has gone, NotFiniteError where it has NaN
@@ -149,6 +150,9 @@ class VersionEngine(WeightTransferEngine[FolderInfo, VersionInfo]):
         ValueError on the other ranks. In a fork of vLLM's process it is a ValueError, too.
         EPTimeoutError names ranks that are missing. After an error of vLLM's loaders on a rank,
         which is raised on all, weights are mixed: call this again, or end vLLM.
+
+        What a signal handler raises ends the call on all ranks and changes no weight, or it is
+        raised on its rank alone, once all ranks have loaded the version.
         """
         folder = self._folder
         if folder is None:
@@ -158,25 +162,11 @@ class VersionEngine(WeightTransferEngine[FolderInfo, VersionInfo]):
                 f"the weight transfer belongs to process {self._process}, of which this process is "
                 "a fork"
             )
-        peers = Peers.of(get_ep_group().cpu_group, TIMEOUT_S)
-        with naming("update_weights", []):
-            with peers.together():
-                # Their memory is not there, where vLLM's sleep mode has taken it.
-                if any(ep.asleep for ep in named_exchanges().values()):
-                    raise ValueError(
-                        "the weights sleep: wake them up (`wake_up`, tags `weights`) before "
-                        "`update_weights`"
-                    )
-                _await_version(peers, folder, update_info)
-                version = map_version(folder, update_info.version, shared_memory(self.device))
-                layers = self._layers(version)
-                if update_info.check_finite:
-                    _check_finite(version, layers)
-            with peers.together():
-                self._load(version, layers)
-                # Copies have ended before the memory of the trainer is unmapped.
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize(self.device)
+        # Rank 0 waits for the version, and the others for rank 0.
+        peers = Peers.of(get_ep_group().cpu_group, TIMEOUT_S + update_info.timeout_s)
+        update = _Update(self, peers, folder, update_info)
+        with naming("update_weights", []), peers.together(as_on_this_thread(update.load)):
+            update.look()
 
     def shutdown(self) -> None:
         """Nothing: no version stays mapped between two calls."""
@@ -216,8 +206,8 @@ class VersionEngine(WeightTransferEngine[FolderInfo, VersionInfo]):
             in_checkpoint = _in_checkpoint(name, version, names)
             if in_checkpoint is not None:
                 dense.append((in_checkpoint, value))
-        initialize_layerwise_reload(self.model)
         try:
+            initialize_layerwise_reload(self.model)
             with torch.no_grad():
                 for name, layer in layers.items():
                     for expert in _own_experts(version.experts[name], layer):
@@ -227,6 +217,50 @@ class VersionEngine(WeightTransferEngine[FolderInfo, VersionInfo]):
         finally:
             # Layers without new weights get their former ones back.
             finalize_layerwise_reload(self.model, self.model_config)
+
+
+class _Update:
+    """The steps of `receive_weights` on this rank: all ranks look at the version, and then all of
+    them load it.
+    """
+
+    _version: Version
+    _layers: dict[str, RoutedExperts]
+
+    def __init__(
+        self, engine: VersionEngine, peers: Peers, folder: Path, wanted: VersionInfo
+    ) -> None:
+        self._engine = engine
+        self._peers = peers
+        self._folder = folder
+        self._wanted = wanted
+
+    def look(self) -> None:
+        """Wait for the version, and map it. Collective. Raises what `receive_weights` raises before
+        a weight has changed.
+        """
+        # Their memory is not there, where vLLM's sleep mode has taken it.
+        if any(ep.asleep for ep in named_exchanges().values()):
+            raise ValueError(
+                "the weights sleep: wake them up (`wake_up`, tags `weights`) before "
+                "`update_weights`"
+            )
+        _await_version(self._peers, self._folder, self._wanted)
+        memory = shared_memory(self._engine.device)
+        self._version = map_version(self._folder, self._wanted.version, memory)
+        self._layers = self._engine._layers(self._version)
+        if self._wanted.check_finite:
+            _check_finite(self._version, self._layers)
+
+    def load(self) -> None:
+        """Load the version, once all ranks have looked. Collective. It runs on another thread,
+        where no signal handler can interrupt vLLM's loaders. Raises what they raise on any rank.
+        """
+        with self._peers.together():
+            self._engine._load(self._version, self._layers)
+            # Copies have ended before the memory of the trainer is unmapped.
+            if self._engine.device.type == "cuda":
+                torch.cuda.synchronize(self._engine.device)
 
 
 def _await_version(peers: Peers, folder: Path, wanted: VersionInfo) -> None:

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -73,11 +74,11 @@ class EpmoeConfig:
 
 
 class _Windows:
-    """An `ExpertParallel`, and how many layers use it."""
+    """An `ExpertParallel`, and the layers that use it and are still there."""
 
     def __init__(self, ep: ExpertParallel) -> None:
         self.ep = ep
-        self.users = 0
+        self.users = WeakSet[EpmoeCommunication]()
 
     def poll(self) -> None:
         self.ep.poll()
@@ -108,7 +109,7 @@ class EpmoeCommunication(MoEEpCommunication):
         """
         super().__init__(bootstrap, params)
         self._windows: _Windows | None = _share(bootstrap, params, config or EpmoeConfig())
-        self._windows.users += 1
+        self._windows.users.add(self)
         ep = self._windows.ep
         self._tag = ep.new_tag()
         # The shape of a call, for a rank that raises before its dispatch.
@@ -193,15 +194,33 @@ class EpmoeCommunication(MoEEpCommunication):
             raise
 
     def destroy(self) -> None:
-        """Release the windows with the last layer that uses them. May be called again."""
+        """Release the windows with the last layer that uses them. May be called again.
+
+        With a round open this rank gives it up: the other ranks hear of it at once. In a fork the
+        windows of its parent stay as they are.
+        """
+        try:
+            self._leave()
+        except BaseException:
+            # A signal handler has raised. FlashInfer's layer calls this once: leave all the same.
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        """Do what `destroy` does, or what an earlier call of this method has left undone."""
         windows = self._windows
-        self._windows = None
-        self._round = None
         if windows is None:
             return
-        windows.users -= 1
-        if windows.users == 0:
+        windows.users.discard(self)
+        if not windows.users:
             _session.release(windows)
+        else:
+            # Other layers go on with these windows, which may be closed, asleep or a parent's.
+            with suppress(EPStateError):
+                if self._is_open(windows.ep):
+                    windows.ep.abort()
+        self._round = None
+        self._windows = None
 
     def _ep(self) -> ExpertParallel:
         if self._windows is None:

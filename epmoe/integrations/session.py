@@ -116,12 +116,20 @@ class Session(Generic[Entry]):
             entry.poll()
 
     def release(self, entry: Entry) -> None:
-        """Release one entry: a later call of `share` makes a new one."""
-        self._entries = {key: kept for key, kept in self._entries.items() if kept is not entry}
+        """Release one entry: a later call of `share` makes a new one. May be called again, as after
+        an exception of a signal handler.
+        """
+        # A collection of garbage may call this in the middle of another call.
+        for key, kept in self._entries.copy().items():
+            if kept is entry:
+                self._entries.pop(key, None)
         entry.close()
 
     def close(self) -> None:
-        """Release every entry; later calls of `share` make new ones."""
-        while self._entries:
-            _, entry = self._entries.popitem()
+        """Release every entry; later calls of `share` make new ones. After an exception of a signal
+        handler the next call goes on.
+        """
+        # An entry stays until it is closed.
+        for key, entry in self._entries.copy().items():
             entry.close()
+            self._entries.pop(key, None)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Interrupted, assert_close
+from helpers import Interrupted, assert_close, is_right_in_a_fork
 
 if "RANK" not in os.environ:
     pytest.skip("needs FlashInfer and 2 ranks: make stacks-flashinfer", allow_module_level=True)
@@ -32,8 +32,8 @@ from flashinfer.moe_ep import (
 from interrupted_steps import steps_until_whole
 from torch import Tensor
 
-from epmoe import EPAbortedError, quantize_fp8
-from epmoe.integrations import flashinfer
+from epmoe import EPAbortedError, EPTimeoutError, quantize_fp8, service
+from epmoe.integrations import flashinfer, session
 from epmoe.integrations.flashinfer import EpmoeCommunication, EpmoeConfig
 from epmoe.local.reference import moe_reference
 
@@ -44,6 +44,8 @@ M = host.M
 INVALID = -7
 # In the seat, and in its context managers. Other tests hold the rounds below.
 FILES = {module.__file__ for module in (flashinfer, contextlib)}
+# In a destroy, which releases the windows.
+FILES_OF_DESTROY = FILES | {module.__file__ for module in (session, service)}
 TIMEOUT_S = 120
 
 
@@ -271,6 +273,124 @@ def test_a_fork_and_a_sleeper_are_refused() -> None:
     assert_close(run(comm, *mine), moe_reference(*mine, host.weights()))
     dist.barrier()
     comm.destroy()
+
+
+def test_a_handler_raises_at_any_place_of_destroy() -> None:
+    """The windows are released all the same, once it has begun, and all ranks open new ones."""
+    rank = dist.get_rank()
+    mine = host.tokens(rank, 3)
+    want = moe_reference(*mine, host.weights())
+    own = EpmoeConfig({"timeout_s": 64})
+    comm = make(own)
+
+    def destroy(arm: Any) -> None:
+        arm()
+        comm.destroy()
+
+    ep = comm._windows.ep
+    has_begun = False
+    for found in steps_until_whole(rank, destroy, files=FILES_OF_DESTROY):
+        assert found[0] == "whole"
+        # At the first place it has not begun.
+        if not has_begun:
+            comm.destroy()
+            has_begun = True
+        with pytest.raises(RuntimeError, match="is closed"):
+            ep.poll()
+        comm.destroy()
+        comm = make(own)
+        ep = comm._windows.ep
+        assert_close(run(comm, *mine), want)
+        dist.barrier()
+    comm.destroy()
+
+
+def test_layers_that_are_gone_do_not_keep_windows() -> None:
+    """One that nobody has destroyed, as after an exception of a framework."""
+    own = EpmoeConfig({"timeout_s": 65})
+    comm = make(own)
+    ep = comm._windows.ep
+    gone = make(own)
+    assert gone._windows.ep is ep
+    del gone
+    dist.barrier()
+    comm.destroy()
+    with pytest.raises(RuntimeError, match="is closed"):
+        ep.poll()
+
+
+def test_a_layer_goes_in_the_middle_of_its_round() -> None:
+    """On one rank. The other one hears of it at once, and other layers go on."""
+    rank = dist.get_rank()
+    mine = host.tokens(rank, 3)
+    want = moe_reference(*mine, host.weights())
+    own = EpmoeConfig({"timeout_s": 66})
+    first = make(own)
+    last = make(own)
+    for comm, named in ((first, EPAbortedError), (last, EPTimeoutError)):
+        got = comm.dispatch(*mine)
+        if rank == 1:
+            comm.destroy()
+        else:
+            with pytest.raises(named, match=r"\[1\]"):
+                compute(comm, got)
+            comm.destroy()
+        # The next layer finds the same windows, or makes new ones.
+        last = last if comm is first else make(own)
+        assert_close(run(last, *mine), want)
+        dist.barrier()
+    last.destroy()
+
+
+def test_a_fork_may_destroy() -> None:
+    """Its own layers alone: the windows are those of its parent."""
+    comm = make(EpmoeConfig({"timeout_s": 67}))
+    mine = host.tokens(dist.get_rank(), 3)
+    want = moe_reference(*mine, host.weights())
+    got = comm.dispatch(*mine)
+    assert is_right_in_a_fork(comm.destroy)
+    assert is_right_in_a_fork(flashinfer.close)
+    assert_close(compute(comm, got), want)
+    assert_close(run(comm, *mine), want)
+    dist.barrier()
+    comm.destroy()
+
+
+AT_THE_END = """
+import atexit
+
+import flashinfer_host as host
+import torch.distributed as dist
+from flashinfer.moe_ep import MoEEpTensors
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+layers = [host.make_layer() for _ in range(2)]
+for layer in layers:
+    layer(MoEEpTensors(*host.tokens(0, host.M)))
+    layer.itself = layer
+atexit.register(layers[0].destroy)
+print("ends")
+"""
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+def test_a_process_ends_with_layers() -> None:
+    """One is destroyed as Python ends, one is never."""
+    if dist.get_rank() == 1:
+        return
+    environment = {name: value for name, value in os.environ.items() if "RANK" not in name}
+    path = os.pathsep.join((*sys.path, str(Path(host.__file__).parent)))
+    done = subprocess.run(
+        [sys.executable, "-c", AT_THE_END],
+        env=environment | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert "ends" in done.stdout and "Traceback" not in done.stdout, done.stdout[-6000:]
 
 
 def test_a_round_without_a_combine_is_given_up(comm: EpmoeCommunication) -> None:

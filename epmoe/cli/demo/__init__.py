@@ -1,3 +1,3 @@
-"""`epmoe run --model`: models of transformers generate text over all ranks, compared with a single
-process.
+"""The command `epmoe run --model`: models of transformers generate text with their experts spread
+over all ranks. The text must be the one that a single process generates.
 """

@@ -1,5 +1,7 @@
-"""Local checkpoints for `epmoe run --model PATH`: whether they can run, before anything is loaded;
-their tokenizer.
+"""Local checkpoints for `epmoe run --model PATH`.
+
+`check` finds out whether a checkpoint can run, before any weight is loaded. `tokenizer_of` loads
+its tokenizer.
 """
 
 from __future__ import annotations
@@ -17,30 +19,34 @@ from epmoe.config.config import EPConfig
 from epmoe.exchange.window import available_memory_bytes
 
 Encode = Callable[[str], list[int]]
+"""Turns a text into the ids of its tokens."""
 Decode = Callable[[list[int]], str]
+"""Turns the ids of tokens into a text."""
 
 
 def check(folder: Path, config: EPConfig) -> None:
-    """Raise UserError, in one sentence, if the checkpoint in `folder` cannot run as `config` says;
-    reads config.json.
+    """Raise UserError if the checkpoint in `folder` cannot run as `config` says. The message is one
+    sentence.
 
-    Every rank holds its share of the weights, in fp32; or all of them where transformers cannot
-    spread them.
+    It reads `config.json` only. A model runs in fp32. Each rank holds its share of the experts'
+    weights, or all weights of a model that transformers cannot spread.
     """
+    # The folder must have a model and its weights.
     logging.set_verbosity_error()
     if not (folder / "config.json").is_file() or not [*folder.glob("*.safetensors")]:
         raise UserError(f"`--model` {folder}: has no config.json or no weights (*.safetensors)")
+    # transformers must know the model. On the meta device it takes no memory.
     try:
         with torch.device("meta"):
             known = AutoConfig.from_pretrained(folder, local_files_only=True)
             model = AutoModelForCausalLM.from_config(known, dtype=torch.float32)
     except Exception as error:
-        # transformers raises whatever a wrong value leads to.
+        # A wrong value in config.json may lead to an exception of any type.
         text = " ".join(str(error).split())
         raise UserError(
             f"`--model` {folder}: transformers cannot make the model: {text[:200]}"
         ) from None
-    # Its experts divide over the ranks.
+    # The experts must divide evenly over the ranks.
     ranks = config.topology.ep_size
     architecture = type(model).__name__
     numbers = set()
@@ -57,7 +63,8 @@ def check(folder: Path, config: EPConfig) -> None:
             f"`--model` {folder}: its experts must divide evenly over {ranks} ranks, got "
             f"{sorted(numbers)}"
         )
-    # Memory holds it: once, or on each rank where transformers cannot spread it.
+    # This machine must have memory for the model: once, or once for each rank if transformers
+    # cannot spread it. On GPUs the weights lie elsewhere.
     needed = 4 * sum(parameter.numel() for parameter in model.parameters())
     if not getattr(model, "ep_plan", None):
         needed *= ranks
@@ -70,8 +77,10 @@ def check(folder: Path, config: EPConfig) -> None:
 
 
 def tokenizer_of(folder: Path, vocabulary: int) -> tuple[Encode, Decode]:
-    """Load the functions of the tokenizer in `folder`. Without one, ids are bytes of the text, and
-    are shown as numbers.
+    """Load the tokenizer in `folder`. Returns two functions: one from text to ids, and one back.
+
+    A folder without a tokenizer gets a substitute for a model with `vocabulary` tokens. It takes
+    the bytes of a text as ids, and writes ids as numbers.
     """
     files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
     if any((folder / name).exists() for name in files):
@@ -88,7 +97,9 @@ def tokenizer_of(folder: Path, vocabulary: int) -> tuple[Encode, Decode]:
 
 
 def _are_experts(name: str, module: nn.Module) -> bool:
-    """Whether transformers lets another function compute this module, as `epmoe` does."""
+    """Whether a module is one whose computation transformers lets an integration such as ours
+    replace. `name` is its name in the model.
+    """
     return (
         name.rpartition(".")[2] == "experts"
         and hasattr(module, "has_gate")

@@ -1,7 +1,7 @@
-"""A model of transformers whose experts are spread over the ranks, compared with the same model in
-a single process.
+"""Runs a model of transformers twice: in a single process, and with its experts spread over the
+ranks. Both runs must generate the same tokens.
 
-Models are tiny ones with random weights, or local checkpoints.
+The model is a tiny one with random weights, or a local checkpoint.
 """
 
 from __future__ import annotations
@@ -40,34 +40,39 @@ PROMPTS = (
     "Four processes share one model: each of them keeps some of the experts, and the tokens travel",
     "Dear reader,",
 )
-"""Rank r takes prompt r mod 8, so ranks bring batches of different lengths."""
+"""Rank r takes the prompt of number r mod 8, so that ranks have batches of different lengths."""
 
-# Absolute. The models run in fp32.
+# How much a logit of a tiny model may differ. The models run in fp32.
 LOGIT_TOLERANCE = 1e-5
-# Relative to the largest logit: a checkpoint has many more layers.
+# How much a logit of a checkpoint may differ, as a part of the largest logit. Checkpoints have many
+# more layers, and larger logits.
 CHECKPOINT_TOLERANCE = 1e-4
 _RANDOM = "Weights are random and the model is tiny: the words have no meaning, the agreement has."
 
 
 class _Generated(NamedTuple):
-    """What a model has made of this rank's prompt."""
+    """The text that a model has generated from this rank's prompt."""
 
     tokens: torch.Tensor
-    """[n]"""
+    """the n new tokens [n]"""
     logits: torch.Tensor
-    """[n, V]"""
+    """the logits of each of them [n, V], where V is the size of the vocabulary"""
     clock: StageClock
+    """the times of the stages"""
 
 
 def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Result:
-    """Generate greedily from this rank's prompt, in a single process and with the experts spread
-    over all ranks.
+    """Generate text from this rank's prompt, in a single process and with the experts spread over
+    all ranks, and compare the two.
 
-    `name` is one of `MODELS`, or a folder with a checkpoint. Every rank of the default process
-    group calls it with the same arguments; without torch.distributed, a single process does. Models
-    are fp32, on GPUs if the group has NCCL, otherwise on the CPU. The ranks take turns with the
-    single process, so that one is in memory at a time. Every `ExpertParallel` of the integration is
-    closed before and after the run. Raises ValueError for an unknown `name`.
+    Every rank of the default process group calls this function with the same arguments. Where
+    torch.distributed is not initialized, this process is the only rank. The model runs in fp32: on
+    GPUs if the group has NCCL, and otherwise on the CPU. Every `ExpertParallel` of the integration
+    is closed before and after the run.
+
+    `name` is one of `MODELS`, or a folder with a checkpoint. `max_new_tokens` is how many tokens
+    each rank generates, and `seed` draws the weights of a tiny model. Raises ValueError for an
+    unknown `name`.
     """
     is_ours = name in MODELS
     if not is_ours and not Path(name).is_dir():
@@ -79,7 +84,8 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Result:
     device = "cuda" if size > 1 and "cuda:nccl" in dist.get_backend_config() else "cpu"
     prompt = PROMPTS[rank % len(PROMPTS)]
     integration.close()
-    # One process at a time, then load the model of all ranks.
+    # Run the model in a single process. The ranks do so one after the other, so that memory holds
+    # one whole model at a time.
     with saved_model(name, seed=seed) if is_ours else nullcontext(name) as path:
         encode, decode = _tokenizer(name, path)
         ids = torch.tensor([encode(prompt)], device=device)
@@ -90,10 +96,11 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Result:
                 alone = _watched(single, ids, max_new_tokens, StageClock(device))
                 del single
             _ranks().all_gather(None)
+        # Load the model that all ranks share.
         spread = _load_distributed(path, size, device)
-    # Otherwise the first stage would include waiting for the slowest to load.
+    # Wait until all ranks have loaded it. Otherwise the first stage would include that wait.
     _ranks().all_gather(None)
-    # All ranks together.
+    # Run the model on all ranks together.
     clock = StageClock(device)
     integration.configure(clock=clock.now)
     together = _watched(spread, ids, max_new_tokens, clock, synced_gpus=size > 1)
@@ -102,7 +109,7 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Result:
     config = layers.ep.config
     clock.divide("experts", layers.seconds, rest="other layers")
     integration.configure(clock=time.perf_counter)
-    # Every rank learns what all have measured.
+    # Tell every rank what all ranks have measured.
     mine = {
         "text": (prompt, decode(together.tokens.tolist())),
         "equal": torch.equal(alone.tokens, together.tokens),
@@ -116,6 +123,7 @@ def run_model(name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Result:
         "health": health.as_dict(),
     }
     of_ranks = _ranks().all_gather(mine)
+    # Each quantity becomes a list with the value of each rank.
     by_rank: dict[str, list[Any]] = {key: [measured[key] for measured in of_ranks] for key in mine}
     experts = config.model.num_experts
     placement = Placement.build(experts, size)
@@ -152,15 +160,18 @@ def _watched(
     clock: StageClock,
     **options: Any,
 ) -> _Generated:
-    """`generate`, whose stages a clock measures."""
+    """Call `generate` while `clock` measures the stages of the model."""
     with clock.watch(model):
         tokens, logits = generate(model, ids, max_new_tokens, **options)
     return _Generated(tokens, logits, clock)
 
 
 def _checks(by_rank: dict[str, list[Any]], is_ours: bool) -> list[Check]:
-    """Compare what the model says on all ranks with what it says in one process."""
-    # `max` of a tensor is NaN if any error is.
+    """Check that the model on all ranks has generated the tokens of the single process, with its
+    logits. `by_rank` has what each rank has measured, and `is_ours` says whether the model is a
+    tiny one.
+    """
+    # If any error is NaN, so is the largest value of a tensor, and the check fails.
     error = torch.tensor(by_rank["errors"]).max().item()
     limit = LOGIT_TOLERANCE
     if not is_ours:
@@ -173,7 +184,9 @@ def _checks(by_rank: dict[str, list[Any]], is_ours: bool) -> list[Check]:
 
 
 def _tokenizer(name: str, path: str) -> tuple[Encode, Decode]:
-    """Its two functions: from text to ids, and back."""
+    """Make the tokenizer of the model `name` in the folder `path`. Returns two functions: one from
+    text to ids, and one back.
+    """
     if name in MODELS:
         tokenizer = make_tokenizer()
         return lambda text: tokenizer.encode(text).ids, tokenizer.decode
@@ -182,7 +195,10 @@ def _tokenizer(name: str, path: str) -> tuple[Encode, Decode]:
 
 
 def make_tokenizer() -> Tokenizer:
-    """Train a BPE tokenizer of ASCII text on `PROMPTS`. All its tokens can be printed."""
+    """Train a BPE tokenizer for ASCII text on `PROMPTS`, for the tiny models.
+
+    All its tokens can be printed, since random weights may choose any of them.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -199,21 +215,25 @@ def make_tokenizer() -> Tokenizer:
 
 @contextmanager
 def saved_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Iterator[str]:
-    """Make a new checkpoint of model `name`, and return its folder: the same one on all ranks,
-    which must be on one machine.
+    """Make a checkpoint of the tiny model `name`, and yield its folder.
+
+    All ranks call it, and get the same folder. They must be on one machine. The folder is removed
+    at the end.
     """
+    # Draw the weights, without changing what this process draws later.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(name, **MODELS[name]), dtype=dtype
         )
         for key, tensor in model.state_dict().items():
-            # Biases are zeros at first, which would hide one that is left out.
+            # A new model has biases of zero. Nobody would notice one that is left out.
             if key.endswith("bias"):
                 tensor.normal_(std=0.1)
+    # Save the model in a folder of rank 0, which stays until all ranks have left this context.
     with tempfile.TemporaryDirectory() as folder:
         of_rank_0 = _ranks().all_gather(folder)[0]
-        # All ranks call it, and in transformers only rank 0 writes.
+        # All ranks must call `save_pretrained`, in which only rank 0 writes.
         model.save_pretrained(of_rank_0)
         _ranks().all_gather(None)
         yield of_rank_0
@@ -222,11 +242,12 @@ def saved_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32)
 
 def _load_distributed(path: str, size: int, device: str) -> PreTrainedModel:
     """Load the model in `path` on `device`, with its experts spread over `size` ranks. Each rank
-    brings its own batch.
+    will have a batch of its own.
 
-    A rank holds its share of the expert weights. It holds all of them where transformers has no EP
-    implementations yet, or would choose another device: with a DistributedConfig it takes the
-    accelerator, if there is one.
+    If possible, a rank holds only its share of the experts' weights. There are two cases in which
+    each rank holds all weights: this version of transformers has no EP implementations, or it would
+    put the model on another device than `device`, since a DistributedConfig always chooses the
+    accelerator of the machine.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     default_device = accelerator.type if accelerator else "cpu"
@@ -237,6 +258,7 @@ def _load_distributed(path: str, size: int, device: str) -> PreTrainedModel:
 
 
 def _load(path: str, **options: Any) -> PreTrainedModel:
+    """Load the model in the folder `path` in fp32. Nothing is downloaded."""
     return AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, local_files_only=True, **options
     )
@@ -245,10 +267,13 @@ def _load(path: str, **options: Any) -> PreTrainedModel:
 def generate(
     model: PreTrainedModel, ids: torch.Tensor, max_new_tokens: int, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode greedily. Returns the tokens [n] that follow `ids` [1, T], and the logits [n, V] of
-    each step.
+    """Generate text greedily, which means that each step takes the most likely token.
+
+    `ids` [1, T] is a prompt of T tokens, and `options` go to transformers' `generate`. Returns the
+    n new tokens [n], and the logits of each step [n, V], where V is the size of the vocabulary.
     """
-    # With `min_new_tokens` it goes past the end of a text, so that runs can be compared.
+    # `min_new_tokens` lets the model continue behind the end of its text, so that all runs have
+    # equally many steps.
     lengths = {"max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens}
     returned = {"output_logits": True, "return_dict_in_generate": True}
     output = model.generate(
@@ -258,4 +283,5 @@ def generate(
 
 
 def _ranks() -> Peers:
+    """The ranks of the default process group, or this process alone without one."""
     return Peers.of(dist.group.WORLD if dist.is_initialized() else None)

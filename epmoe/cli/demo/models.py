@@ -1,5 +1,8 @@
-"""`epmoe run --model`: real architectures of transformers generate text, compared with a single
-process.
+"""The part of `epmoe run --model` that the command calls: it checks the models, runs one after the
+other, and prints what each has shown.
+
+This file imports transformers only where it needs it, so that the command can name it if it is
+missing.
 """
 
 from __future__ import annotations
@@ -14,12 +17,14 @@ from epmoe.cli.tables import show, summarise
 from epmoe.config.config import EPConfig
 
 NAMES = (*MODELS, "all")
-"""The values of `--model` apart from folders."""
+"""The values of `--model` that are no folders: the tiny models, and all of them."""
 
 
 def check_models(config: EPConfig, names: Sequence[str]) -> None:
-    """Raise UserError unless each of `names` is one of `NAMES` or a folder with a checkpoint that
-    fits this machine.
+    """Raise UserError if one of the models cannot run.
+
+    Each of `names` must be one of `NAMES`, or a folder with a checkpoint that fits into the memory
+    of this machine.
     """
     require("transformers", "`--model`")
     for name in names:
@@ -36,8 +41,10 @@ def check_models(config: EPConfig, names: Sequence[str]) -> None:
 
 
 def run_models(config: EPConfig, names: Sequence[str], steps: int, seed: int) -> list[Result]:
-    """Run each model over all ranks and print its result; the Results are the same on
-    every rank.
+    """Run each model over all ranks, and print its result.
+
+    `names` are values of `--model`, and each rank generates `steps` tokens. `seed` draws the
+    weights of tiny models. Returns the Results, which are the same on every rank.
     """
     require("transformers", "`--model`")
     try:
@@ -47,10 +54,10 @@ def run_models(config: EPConfig, names: Sequence[str], steps: int, seed: int) ->
         raise UserError(
             f"`--model` needs transformers: pip install 'epmoe[hf]' ({error})"
         ) from None
-    # Tiny models first, then checkpoints, each once.
+    # Tiny models come first and checkpoints second. A model that is named twice runs once.
     chosen = [name for name in MODELS if name in names or "all" in names]
     checkpoints = [name for name in dict.fromkeys(names) if name not in NAMES]
-    # The exchange of transformers gets the settings of the configuration.
+    # Give the settings of the configuration to the exchange that the models will use.
     exchange = config.exchange
     configure(
         max_num_tokens_per_rank=config.capacity.max_num_tokens_per_rank,
@@ -58,6 +65,7 @@ def run_models(config: EPConfig, names: Sequence[str], steps: int, seed: int) ->
         warmup_timeout_s=exchange.warmup_timeout_s,
         transport=exchange.transport,
     )
+    # Say what will happen.
     console.print(
         "Each model generates text twice: in one process, then with its experts spread over "
         f"{config.topology.ep_size} processes, which exchange tokens through epmoe. The check is "

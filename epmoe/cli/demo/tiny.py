@@ -1,13 +1,16 @@
-"""Tiny MoE models for `epmoe run --model`: the shapes that architectures of transformers get here.
+"""The tiny models of `epmoe run --model`: architectures of transformers in shapes so small that a
+CPU generates text in seconds.
 
-The 24 experts divide over 2, 3, 4, 6, 8, 12 and 24 ranks.
+Each has 24 experts, which 2, 3, 4, 6, 8, 12 and 24 ranks divide evenly.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+# The number of tokens that a model knows.
 VOCABULARY = 240
+# The keys that all models have.
 _SHAPE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 96,
@@ -16,7 +19,8 @@ _SHAPE = {
     "num_key_value_heads": 12,
     "head_dim": 8,
     "intermediate_size": 96,
-    "initializer_range": 0.1,  # large enough for the experts to influence which token comes next
+    # So large that the experts influence which token comes next.
+    "initializer_range": 0.1,
     "pad_token_id": 0,
     "bos_token_id": None,
     "eos_token_id": None,
@@ -47,4 +51,6 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {**_SHAPE, "num_local_experts": 24, "num_experts_per_tok": 4, "sliding_window": 16},
 }
-"""Keys of an architecture's own config class, by its name."""
+"""The config of each model, by the name of its architecture in transformers. The keys are those of
+the architecture's config class.
+"""

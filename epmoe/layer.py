@@ -18,26 +18,25 @@ from torch import Tensor, nn
 
 from epmoe.checkpoint import state_dicts
 from epmoe.checkpoint.adapters import StoredAdapter, read_adapter
+from epmoe.checkpoint.put_adapter import put_on_all_ranks
 from epmoe.checkpoint.safetensors_folder import GateBias, SafetensorsFolder
 from epmoe.config.config import EPConfig
 from epmoe.exchange.extra import Extra
 from epmoe.exchange.handles import RoundShape
-from epmoe.group.collective import naming, peers_of
-from epmoe.group.errors import EPStateError, EPTimeoutError
-from epmoe.group.peers import Peers
+from epmoe.group.errors import EPStateError
+from epmoe.layer_checks import adapter_room, check_parts
 from epmoe.live.moves import SlotWeights
 from epmoe.local.adapters import NO_ADAPTER, ExpertAdapters, LoRA
 from epmoe.local.contexts import take_context_inputs
 from epmoe.local.experts import GroupedExperts, is_called_alone, parameter
-from epmoe.local.gemm.blocks import place_matters
 from epmoe.local.gemm.gemm import Segments
 from epmoe.local.logits import router_logits
 from epmoe.local.quantize import zero_padding_rows_
 from epmoe.local.recording import Routes, record
 from epmoe.local.side_stream import SideStream, record_point
-from epmoe.local.spread import is_spread, local_view
+from epmoe.local.spread import is_spread
 from epmoe.local.stage import without_autocast
-from epmoe.local.weight_formats import plain_shape, product_dtype, take_rows
+from epmoe.local.weight_formats import product_dtype, take_rows
 from epmoe.native import opaque
 from epmoe.native.arguments import (
     FLOATS,
@@ -52,7 +51,7 @@ from epmoe.native.layouts import constant
 from epmoe.service import ExpertParallel
 from epmoe.training import whole_layer
 from epmoe.training.exchange import TrainingExchange, WeightsOn, fits_graphs
-from epmoe.training.models import check_spread, problem_with, spread, unspread
+from epmoe.training.models import check_spread, problem_with, spread
 from epmoe.training.route import counted
 
 
@@ -127,37 +126,27 @@ class MoELayer(nn.Module):
         adapters: int | None = None,
         adapter_rank: int = 16,
     ) -> None:
-        if not isinstance(ep, ExpertParallel):
-            raise TypeError(f"`ep` must be an ExpertParallel, got {describe(ep)}")
-        _check_router(ep.config, router_weight, bias, logit_bias)
-        if not callable(experts):
-            raise TypeError(
-                "`experts` must be callable on (rows, expert_offsets, scales), got "
-                f"{describe(experts)}"
-            )
+        # Check the arguments, before anything is made of them.
+        check_parts(
+            ep,
+            router_weight,
+            experts,
+            bias=bias,
+            logit_bias=logit_bias,
+            shared=shared,
+            exchange=exchange,
+        )
         grouped = experts if isinstance(experts, GroupedExperts) else None
-        if grouped is not None:
-            _check_experts(ep, grouped, router_weight)
-        if shared is not None and not callable(shared):
-            raise TypeError(f"`shared` must be callable on x [T, D], got {describe(shared)}")
-        if exchange is not None and not isinstance(exchange, TrainingExchange):
-            raise TypeError(
-                f"`exchange` must be an epmoe.training.TrainingExchange, got {describe(exchange)}"
-            )
-        if exchange is not None and exchange.ep is not ep:
-            raise ValueError("`exchange` must be over `ep`")
-        adapter_room = None
+        room = None
         if adapters is not None:
-            adapter_room = _adapter_room(ep, experts, adapters, adapter_rank)
-            if exchange is not None:
-                raise ValueError("`exchange` must be unset with `adapters`")
+            room = adapter_room(ep, experts, adapters, adapter_rank, exchange)
 
         super().__init__()
         # The router's product is batch invariant if the experts are.
         self._invariant = grouped is not None and grouped.batch_invariant
         self.ep = ep
         self.experts = experts
-        self.adapters = adapter_room
+        self.adapters = room
         self.shared = shared
         self.num_rows = num_rows
         self._on_input = ep.config.experts.weights_on_input
@@ -176,22 +165,14 @@ class MoELayer(nn.Module):
         # Make the exchange of calls with gradients, or keep the reason why there can be none.
         self._exchange = exchange
         self._why_no_gradients = _ADAPTERS_ONLY_SERVE
-        if exchange is None and adapter_room is None:
+        if exchange is None and room is None:
             try:
                 self._exchange = TrainingExchange(ep)
             except ValueError as error:
                 self._why_no_gradients = str(error)
 
         # Experts that train are spread over the ranks.
-        if grouped is None:
-            trained = unspread(ep, experts)
-            if trained:
-                raise ValueError(
-                    f"`experts` must be spread, since `{trained[0]}` requires grad: "
-                    "`epmoe.training.spread(experts, ep)` tells torch's tools that ranks have "
-                    "different experts"
-                )
-        elif adapter_room is None and _can_train(ep, grouped):
+        if grouped is not None and room is None and _can_train(ep, grouped):
             spread(grouped, ep)
 
         # The dtypes that x may have if the experts are not `GroupedExperts`, whose dtype is known.
@@ -209,7 +190,7 @@ class MoELayer(nn.Module):
         self.register_buffer("order", ep.order, persistent=False)
         self.register_parameter("logit_bias", None if logit_bias is None else parameter(logit_bias))
         is_quantized = grouped is not None and grouped.is_quantized
-        if adapter_room is not None or is_quantized:
+        if room is not None or is_quantized:
             # Such a layer only serves.
             self.requires_grad_(False)
         self.layer_id = opaque.register(self, layer_id)
@@ -367,7 +348,8 @@ class MoELayer(nn.Module):
             EPTimeoutError: some ranks have ended, or have not made this call within
                 `exchange.warmup_timeout_s`. The error names them.
         """
-        self._put_adapter(
+        put_on_all_ranks(
+            self,
             "load_adapter",
             number,
             block,
@@ -383,42 +365,13 @@ class MoELayer(nn.Module):
         `adapter` has the factors of all E logical experts, and must be the same on all ranks.
         Raises the errors of `load_adapter`, and TypeError for a factor that is no float tensor.
         """
-        self._put_adapter(
-            "put_adapter", number, "", lambda sizes, _: StoredAdapter.from_lora(adapter, sizes)
+        put_on_all_ranks(
+            self,
+            "put_adapter",
+            number,
+            "",
+            lambda sizes, _: StoredAdapter.from_lora(adapter, sizes),
         )
-
-    def _put_adapter(
-        self,
-        call: str,
-        number: int,
-        block: str,
-        read: Callable[[tuple[int, int, int, int], bool], StoredAdapter],
-    ) -> None:
-        """Read an adapter on all ranks, and put it in place of the adapter `number` on all of them.
-
-        `read` takes the sizes (E, D, 2F, F) of the experts, and whether their gate and up rows are
-        interleaved. `call` and `block` are for the messages of errors.
-        """
-        adapters = self.adapters
-        experts = self.experts
-        peers = peers_of(self.ep)
-        update = _AdapterUpdate(self, peers, number, block)
-        try:
-            with naming(call, [self.ep]), peers.together(update.confirm):
-                if adapters is None or not isinstance(experts, GroupedExperts):
-                    raise ValueError(
-                        "`adapters` must be given to the layer, which has no room for any"
-                    )
-                E = self.ep.config.model.num_experts
-                _, D, width = plain_shape(experts.w_down)
-                stored = read((E, D, 2 * width, width), experts.interleaved)
-                self.ep.exchange.run(partial(update.put, adapters, stored))
-        except BaseException as error:
-            # If ranks may disagree about the adapter now, none of them may use it.
-            others_may_have_it = update.is_unconfirmed or isinstance(error, EPTimeoutError)
-            if adapters is not None and others_may_have_it:
-                adapters.lose(number)
-            raise
 
     def forward(
         self,
@@ -1153,47 +1106,6 @@ class _Outcome(NamedTuple):
     routes: Routes
 
 
-class _AdapterUpdate:
-    """One call that puts an adapter into the room of all ranks."""
-
-    def __init__(self, layer: MoELayer, peers: Peers, number: int, block: str) -> None:
-        self._layer = layer
-        self._peers = peers
-        self._number = number
-        self._block = block
-        self.is_unconfirmed = False
-        """whether this rank has changed the adapter, and does not know that all ranks have"""
-
-    def put(self, room: ExpertAdapters, stored: StoredAdapter) -> None:
-        """Put this rank's part of an adapter into its room, once all ranks have read the same
-        adapter. Collective.
-        """
-        layer = self._layer
-        # An empty slot has the expert −1, and no token reaches it. It gets the part of expert 0.
-        local_experts = [max(expert, 0) for expert in layer.ep.logical_experts(layer.tag)]
-        local_part = room.checked(self._number, stored.of(local_experts))
-        _check_same(
-            self._peers,
-            tag=layer.tag,
-            number=self._number,
-            block=self._block,
-            adapters=room.count,
-            adapter_rank=room.rank,
-            digest=stored.digest,
-        )
-        self.is_unconfirmed = True
-        if stored.is_none:
-            room.clear_local(self._number)
-        else:
-            room.put_local(self._number, local_part)
-
-    def confirm(self) -> None:
-        """Note that all ranks have the adapter. An exception that comes later does not make the
-        layer lose it.
-        """
-        self.is_unconfirmed = False
-
-
 _ADAPTERS_ONLY_SERVE = (
     "layers with `adapters` have no gradients; PEFT trains adapters of `GroupedExperts` itself"
 )
@@ -1216,40 +1128,6 @@ def _can_train(ep: ExpertParallel, experts: GroupedExperts) -> bool:
     return problem_with(ep) is None
 
 
-def _check_router(
-    config: EPConfig, weight: Tensor, bias: Tensor | None, logit_bias: Tensor | None
-) -> None:
-    """Raise TypeError or ValueError unless the router fits the config."""
-    E = config.model.num_experts
-    want = (E, config.model.hidden_size)
-    if not isinstance(weight, Tensor) or weight.dtype not in FLOATS:
-        check_tensor("router_weight", weight, FLOATS, want)
-    if weight.shape != want:
-        raise ValueError(f"`router_weight` must be {list(want)}, got {list(weight.shape)}")
-    if bias is not None:
-        check_tensor("bias", bias, FLOATS, (E,))
-    elif config.routing.selection_bias:
-        raise ValueError(
-            "`bias` must be given, since `routing.selection_bias` says that the router has one"
-        )
-    if bias is not None and not config.routing.selection_bias:
-        raise ValueError(
-            "`bias` must be None, unless `routing.selection_bias` says that the choice has one: "
-            "set `routing: {selection_bias: true}` in the config"
-        )
-    if logit_bias is not None:
-        check_tensor("logit_bias", logit_bias, (weight.dtype,), (E,), weight.device)
-    elif config.routing.logit_bias:
-        raise ValueError(
-            "`logit_bias` must be given, since `routing.logit_bias` says that the logits have one"
-        )
-    if logit_bias is not None and not config.routing.logit_bias:
-        raise ValueError(
-            "`logit_bias` must be None, unless `routing.logit_bias` says that the logits have one: "
-            "a bias of the choice is `bias`"
-        )
-
-
 def _gate_bias(config: EPConfig) -> GateBias:
     """What the `gate.bias` of a checkpoint is added to. The config says so; its name does not."""
     if config.routing.logit_bias:
@@ -1257,63 +1135,6 @@ def _gate_bias(config: EPConfig) -> GateBias:
     if config.routing.selection_bias:
         return "choice"
     return None
-
-
-def _check_experts(ep: ExpertParallel, experts: GroupedExperts, router_weight: Tensor) -> None:
-    """Raise ValueError unless the experts are those of this rank and fit the config."""
-    E, D = router_weight.shape
-    config = ep.config.experts
-    got = local_view(experts.w_down.detach()).shape[:2]
-    if got != (ep.num_local_experts, D):
-        held = f"the {ep.num_local_experts} of this rank, with D={D}"
-        raise ValueError(f"`experts` must be {held}, got {got[0]} with D={got[1]}")
-    # An option that has its default in the config says nothing about the experts.
-    defaults = type(config)().options
-    for name, wanted in config.options.items():
-        value = getattr(experts, name)
-        if wanted not in (defaults[name], value):
-            raise ValueError(
-                f"`experts` must have {name}={wanted}, as `experts.{name}` says, got {name}={value}"
-            )
-    if config.biases and (experts.gate_up_bias is None or experts.down_bias is None):
-        raise ValueError(
-            "`experts` must have a `gate_up_bias` and a `down_bias`, as `experts.biases` says"
-        )
-    if experts.batch_invariant and ep.device.type == "cpu":
-        why = place_matters(router_weight.dtype, E, D)
-        if why:
-            raise ValueError(f"`experts` must not be batch_invariant with this router: {why}")
-
-
-def _adapter_room(ep: ExpertParallel, experts: object, count: int, rank: int) -> ExpertAdapters:
-    """Make room for `count` adapters. Raises ValueError if there can be none."""
-    if not isinstance(experts, GroupedExperts):
-        raise ValueError(
-            f"`experts` must be GroupedExperts with `adapters`, got {describe(experts)}"
-        )
-    extra_bytes = ep.config.capacity.extra_bytes
-    needed = torch.int32.itemsize
-    if extra_bytes < needed:
-        raise ValueError(
-            f"`capacity.extra_bytes` must be at least {needed} with `adapters`, got {extra_bytes}"
-        )
-    if ep.config.experts.weights_on_input:
-        raise ValueError("`experts.weights_on_input` must be unset with `adapters`")
-    return ExpertAdapters(experts, count, rank)
-
-
-def _check_same(peers: Peers, **mine: object) -> None:
-    """Raise ValueError on all ranks unless all of them have the same values `mine`, which describe
-    the adapter that they are about to put. Collective.
-    """
-    first, *others = peers.all_gather(mine)
-    for rank, theirs in enumerate(others, 1):
-        odd = [name for name in first if theirs[name] != first[name]]
-        if odd:
-            raise ValueError(
-                f"all ranks must take the same adapter, but `{odd[0]}` is {first[odd[0]]!r} on "
-                f"rank 0 and {theirs[odd[0]]!r} on rank {rank}"
-            )
 
 
 def _weights_of(layer: MoELayer) -> SlotWeights:

@@ -17,11 +17,24 @@ import torch.distributed as dist
 from helpers import Interrupted
 from waits import SOON_S
 
-import epmoe
+from epmoe import service
+from epmoe.checkpoint import put_adapter
 from epmoe.group import collective, join, peers, waiting
+from epmoe.life import life, membership
 
-FILES = {module.__file__ for module in (collective, contextlib, join, peers, waiting)} | {
-    sys.modules[epmoe.ExpertParallel.__module__].__file__
+FILES = {
+    module.__file__
+    for module in (
+        collective,
+        contextlib,
+        join,
+        life,
+        membership,
+        peers,
+        put_adapter,
+        service,
+        waiting,
+    )
 }
 """Where a rank is between the first line of a step and its outcome."""
 

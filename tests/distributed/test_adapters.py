@@ -28,6 +28,7 @@ from epmoe import (
     checkpoint,
 )
 from epmoe.checkpoint.adapters import StoredAdapter
+from epmoe.checkpoint.put_adapter import put_on_all_ranks
 
 E = 6
 K = 2
@@ -548,7 +549,7 @@ def test_an_adapter_wherever_a_handler_raises(open_ep, rank):
             begun()
             return StoredAdapter.from_lora(adapter, sizes)
 
-        layer._put_adapter("put_adapter", 0, "", read)
+        put_on_all_ranks(layer, "put_adapter", 0, "", read)
 
     for _ in steps_until_whole(rank, step):
         is_usable = 0 in layer.adapters.numbers and 0 not in layer.adapters.lost

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from helpers import ON_GPUS, ON_THE_CPU, assert_close, captured, randn
 from interrupted_steps import of_all, steps_until_whole
+from rank_groups import group_of
 
 from epmoe import (
     EPAbortedError,
@@ -331,7 +332,7 @@ def test_another_group(open_ep, rank, size, live, copies, folder):
     assert torch.equal(layer(x, adapter_ids=numbers), before)
 
     # The last rank leaves.
-    group = dist.new_group(list(range(size - 1)), backend="gloo")
+    group = group_of(range(size - 1), backend="gloo")
     if rank == size - 1:
         ep.close()
         return
@@ -422,7 +423,7 @@ def test_a_storm(open_ep, rank, size, seed, folder):
     def regroup() -> None:
         """The last rank leaves, and another one comes in its place."""
         nonlocal ep, layer
-        others = dist.new_group(list(range(size - 1)), backend="gloo")
+        others = group_of(range(size - 1), backend="gloo")
         lost = False
         if rank == size - 1:
             config = ep.config

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from exchanges import make_config
 from helpers import randn, slow
 from interrupted_steps import FILES, of_all, settled_steps
+from rank_groups import group_of
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -51,7 +52,7 @@ def ep_over(rank: int, size: int) -> Iterator[Callable[..., ExpertParallel]]:
 
     def make(ranks: int, kind: str = "plain", **options: object) -> ExpertParallel:
         firsts = range(0, size, ranks)
-        groups = [dist.new_group(list(range(first, min(first + ranks, size)))) for first in firsts]
+        groups = [group_of(range(first, min(first + ranks, size))) for first in firsts]
         group = groups[rank // ranks]
         routing = {"logit_bias": kind == "gpt_oss", "selection_bias": True}
         config = make_config(

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from exchanges import make_config
 from helpers import randn, slow
 from interrupted_steps import of_all
+from rank_groups import group_of
 from torch import Tensor, nn
 
 from epmoe import (
@@ -514,8 +515,7 @@ def test_checkpoints(bench, folder, ranks):
     ep = bench.open()
     if ranks is not None:
         groups = [
-            dist.new_group(list(range(r, min(r + ranks, bench.size))))
-            for r in range(0, bench.size, ranks)
+            group_of(range(r, min(r + ranks, bench.size))) for r in range(0, bench.size, ranks)
         ]
         group = groups[bench.rank // ranks]
         config = make_config(

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from exchanges import make_config
 from helpers import randn, refuse_another_thread
 from interrupted_steps import of_all
+from rank_groups import group_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
@@ -120,10 +121,7 @@ def side(
     device: str | torch.device = "cpu",
 ) -> Iterator[tuple[ExpertParallel, bool]]:
     """The `ExpertParallel` of the first ranks, who train, or of the others."""
-    groups = [
-        dist.new_group(list(ranks), backend="gloo")
-        for ranks in (range(trainers), range(trainers, size))
-    ]
+    groups = [group_of(ranks, backend="gloo") for ranks in (range(trainers), range(trainers, size))]
     trains = rank < trainers
     config = make_config(
         trainers if trains else size - trainers,

@@ -293,6 +293,7 @@ def main() -> int:
     if TOOL is None:
         print("sanitize: there is no compute-sanitizer on the PATH or in CUDA_HOME/bin")
         return 1
+    # Each part under each of its tools, a line for each.
     failed = []
     print("tool        part            ranks  errors      s")
     for part in sys.argv[1:] or PARTS:
@@ -301,6 +302,7 @@ def main() -> int:
             if ranks > torch.cuda.device_count():
                 print(f"{tool:12}{part:16}{ranks:5}  needs {ranks} GPUs")
                 continue
+            # All ranks have to come to their end.
             started = time.monotonic()
             runs = sanitize(tool, script, ranks=ranks)
             counts = [errors_of(run) for run in runs]

@@ -209,6 +209,7 @@ def test_what_adapters_refuse(ep):
     layer = layer_of(ep)
     good = adapter_models.adapter_of(FACTORS, E, ALL, 1.0)
     (a, b), down = good
+    # A number, an adapter, and what is wrong with them.
     for number, adapter, says in [
         (2, good, "from 0 to 1, got 2"),
         (-1, good, "from 0 to 1, got -1"),
@@ -231,6 +232,7 @@ def test_what_adapters_refuse(ep):
     ]:
         with pytest.raises(ValueError, match=says):
             layer.adapters.put_local(number, adapter)
+    # No refused adapter has changed anything, and an adapter may leave a matrix out.
     with torch.no_grad():
         x, numbers = tokens(ep.device)
         assert_close(layer(x, adapter_ids=numbers), want(layer, x, numbers), slack=4)

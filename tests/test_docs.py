@@ -193,6 +193,7 @@ def example_names() -> Iterator[dict[str, object]]:
     """What the blocks of the pages take as given: a group of one, a layer, a batch."""
     import epmoe
 
+    # A config, experts, and a batch with its routes.
     torch.manual_seed(0)
     model = {"num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 128, "dtype": "float32"}
     config = epmoe.EPConfig(model=model, topology={"ep_size": 1})

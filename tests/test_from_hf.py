@@ -575,6 +575,7 @@ def test_what_experts_compute_is_read_or_given(keys, sections, want):
 def test_a_wrong_source_is_named(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "llama"}))
+    # A source, sections of the config, and the error.
     for source, sections, kind, message in (
         (
             "Qwen/Qwen3-30B-A3B",

@@ -31,9 +31,11 @@ def test_a_token_has_the_same_bits_in_any_batch(device, dtype, E, D):
         found.backward(grad[first : first + T])
         return found.detach(), part.grad
 
+    # The whole batch agrees with fp64.
     logits, by_x = passed(0, most)
     assert_close(logits, x.double() @ weight.double().T + bias.double(), dtype, slack=8)
     assert_close(by_x, grad.double() @ weight.double(), dtype, slack=8)
+    # A part of it has the bits of the whole.
     for first, T in (
         (0, 1),
         (3, 17),
@@ -45,6 +47,7 @@ def test_a_token_has_the_same_bits_in_any_batch(device, dtype, E, D):
     ):
         for got, want in zip(passed(first, T), (logits, by_x), strict=True):
             assert torch.equal(got, want[first : first + T]), (first, T)
+    # So have tokens behind others that are NaN, and there may be no tokens.
     beside = torch.cat([poison_(torch.empty_like(x[:5])), x[:30]])
     assert torch.equal(router_logits(beside, weight, bias, invariant=True)[5:], logits[:30])
     assert router_logits(x[:0], weight, bias, invariant=True).shape == (0, E)

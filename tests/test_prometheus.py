@@ -31,6 +31,7 @@ def play(ep: epmoe.ExpertParallel) -> None:
 def test_every_count_is_exported():
     with make_ep() as ep:
         scraped = registry(ep)
+        # Counts grow with each round.
         for rounds in (1, 2):
             play(ep)
             lines = prometheus_client.generate_latest(scraped).decode().splitlines()
@@ -47,6 +48,7 @@ def test_every_count_is_exported():
                 f"{6 * rounds}.0"
             ) in lines
             assert f'epmoe_wait_seconds_total{{{label},source="0"}} 0.0' in lines
+        # Each counter is there, also one that has counted nothing.
         for name in COUNTERS:
             assert f"# TYPE epmoe_{name}_total counter" in lines
             assert (

@@ -27,6 +27,7 @@ def test_two_four_three_while_experts_move(host, stage, seats):
     """Sums are right at every size, nothing is loaded anew, and ranks that leave hand their experts
     over. Four ranks of three seats get a fourth: earlier graphs are lost, and later ones stay good.
     """
+    # Two ranks take in two more, which get experts from the balancer.
     ranks.begin_to_move(host, host.begin(ranks.moving(2, seats=seats)), stage, 0)
     assert host.take_in([0, 1], [2, 3], ranks.resize) == [
         [[]] * 2,
@@ -34,16 +35,19 @@ def test_two_four_three_while_experts_move(host, stage, seats):
     ]
     names = host.in_order([0, 1, 2, 3])
     host.play(names)
-    assert host.succeed(names, ranks.balance)[0]  # the new ranks hold experts
+    assert host.succeed(names, ranks.balance)[0]
+    # One of the four leaves in the middle of moves.
     ranks.begin_to_move(host, names, stage, 0)
     assert host.succeed(names, ranks.resize, host.folder, 3) == [[], [], [], False]
     ranks.all_held(host, names[:3])
     host.play(names[:3])
+    # Another one leaves while the balancer has planned.
     assert host.succeed(names[:3], ranks.balance)[0]
     expected = [[], [], False]  # what the balancer has planned ends
     assert host.succeed(names[:3], ranks.resize, host.folder, 2, 20.0, True) == expected
     ranks.all_held(host, names[:2])
     host.play(names[:2])
+    # Which graphs of the first ranks are still good.
     assert [host.succeed(names[:2], is_valid, n) for n in (0, 1)] == [
         [seats == 4] * 2,
         [seats is not None] * 2,

@@ -158,6 +158,7 @@ def test_a_round_tells_whether_more_follow(ep):
 @pytest.mark.parametrize("ends_by", ["an answer", "a failure", "a deadline"])
 def test_the_wait_on_a_gpu_for_whether_more_follow(ends_by, monkeypatch):
     """The wait is in round 5. There is an answer of round 4, which it must not take."""
+    # What the wait reads, and what ends it at its third look.
     late = EPTimeoutError("dispatch", 5, [0], [0], "late")
     progress = struct("Progress")(phases=4 * 5, has_more_rounds=4 << 1 | 1)
     looks = iter(range(3))
@@ -168,6 +169,8 @@ def test_the_wait_on_a_gpu_for_whether_more_follow(ends_by, monkeypatch):
         if ends_by == "an answer":
             progress.has_more_rounds = 5 << 1
 
+    # An exchange with the parts that the wait uses. Behind the spin it waits for the device, which
+    # is late here.
     if ends_by == "a deadline":
         monkeypatch.setattr("epmoe.exchange.node._SPIN_S", 0.0)
     wait = Mock(side_effect=late)

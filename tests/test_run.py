@@ -64,6 +64,7 @@ def test_bench_prints_and_writes_its_figures(config, tmp_path):
     run = epmoe("bench", config, *options)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "gloo" in run.stdout
+    # Three sides for each number of tokens.
     content = json.loads(written.read_text())
     assert [row["tokens"] for row in content["results"]] == [1, 1, 1, 16, 16, 16]
     assert (content["benchmark"], content["routing"], content["ranks"], content["repeats"]) == (
@@ -72,6 +73,7 @@ def test_bench_prints_and_writes_its_figures(config, tmp_path):
         2,
         2,
     )
+    # What a reader needs to repeat the run.
     assert EPConfig(**content["config"]) == EPConfig.load(config)
     assert (
         content["versions"]["epmoe"] == __version__
@@ -79,6 +81,7 @@ def test_bench_prints_and_writes_its_figures(config, tmp_path):
     )
     assert content["machine"]["cpu"] and content["machine"]["cores"] >= 1
     assert content["commit"] == commit()
+    # Each column has a unit.
     assert set(content["units"]) == {
         "tokens",
         "dispatch",

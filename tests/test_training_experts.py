@@ -284,6 +284,7 @@ def test_strides_and_addresses_that_no_vector_fits(device):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_compilers_know_the_strides_of_gradients(gemm, transposed):
     """A checkpoint may have weights transposed; fake kernels then say what the real ones return."""
+    # The operands of the operators.
     weights = randn(E, D, 32).transpose(1, 2) if transposed else randn(E, 32, D)
     rows = randn(16, D, seed=1).requires_grad_()
     offsets = torch.tensor(OFFSETS, dtype=torch.int32)
@@ -294,6 +295,7 @@ def test_compilers_know_the_strides_of_gradients(gemm, transposed):
     by = randn(16, 32)
     gating = (False, 7.0, 1.702, 1.0)
     kept = [t.detach() for t in (rows, randn(16, 32), factors, weights, down, bias, down_bias)]
+    # The arguments of each operator.
     for name, given in {
         "train_gemm": (rows, weights.requires_grad_(), offsets, gemm),
         "train_gemm_weights": (by, rows.detach(), offsets, gemm),

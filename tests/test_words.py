@@ -62,6 +62,7 @@ def test_what_a_word_announces_is_there(tmp_path, compiler, emulator):
     """An emulator orders accesses at least as its host does, so the instructions are looked at,
     too.
     """
+    # Compile two threads that write and read words.
     source = ROOT / "tests" / "words.cpp"
     command = [
         compiler,
@@ -73,11 +74,13 @@ def test_what_a_word_announces_is_there(tmp_path, compiler, emulator):
         str(source),
     ]
     subprocess.run([*command, "-o", str(tmp_path / "words")], check=True, timeout=TIMEOUT_S)
+    # The program prints how often a word announced what was not there.
     run = [*filter(None, [emulator]), str(tmp_path / "words")]
     assert (
         subprocess.run(run, capture_output=True, text=True, check=True, timeout=TIMEOUT_S).stdout
         == "0\n"
     )
+    # The instructions that order accesses on ARM.
     if emulator:
         subprocess.run(
             [*command, "-S", "-o", str(tmp_path / "words.s")], check=True, timeout=TIMEOUT_S

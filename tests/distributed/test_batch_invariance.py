@@ -201,6 +201,7 @@ def on_gpus(make_ep, device: torch.device, payload: str, invariant: bool = True)
         exchange={"payload": payload, "combine_payload": payload},
         capacity={"gap_rows": "undefined"},
     )
+    # Weights in fp8 where rows travel in fp8, else in bf16.
     gate_up = randn(E, 2 * F, D, seed=0) / D**0.5
     down = randn(E, D, F, seed=1) / F**0.5
     if payload == "fp8":

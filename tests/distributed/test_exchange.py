@@ -44,6 +44,7 @@ def _options(case: dict, size: int) -> dict:
     rank 1 one expert.
     """
     fp8 = "fp8" in (case["payload"], case["combine_payload"])
+    # Rank 0 gets the experts that would be rank 1's, but for the last one.
     placement = {"strategy": case["placement"], "num_redundant_experts": case["redundant"]}
     if case["placement"] == "explicit":
         owners = [

@@ -34,11 +34,14 @@ DRAWN_ON_GPUS = 4
 
 def draw_options(random: Random, size: int) -> dict:
     """Options of `make_ep`, of any that a configuration may hold."""
+    # Experts: one a rank, few or many, half of the time with copies.
     experts = random.choice([size, random.randint(size, 40), random.randint(41, 300)])
     redundant = random.choice([0, 0, random.randint(1, experts)])
+    # Rows travel in fp8 in one direction, in both or in none.
     payload = random.choice(["auto", "auto", "fp8"])
     back = random.choice(["auto", "auto", "fp8"])
     fp8 = "fp8" in (payload, back)
+    # Each rank has an expert. An explicit placement draws the owners of the others.
     placement = {
         "strategy": random.choice(["linear", "round_robin", "explicit"]),
         "num_redundant_experts": redundant,

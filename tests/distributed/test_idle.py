@@ -140,15 +140,18 @@ def test_a_layer_that_is_interrupted_while_idle(service, rank, size, late):
     exchange = ep.exchange
     exchange._skips_late |= late
     layer, _ = full_layer(ep)
+    # Only rank 0 has tokens.
     x = randn(T if rank == 0 else 0, D, seed=rank).to(ep.device)
     last = size - 1
     with torch.inference_mode():
         want = layer(x)
+        # The last rank is interrupted twice while the others stay away.
         if rank == last:
             for _ in range(2):
                 with ctrl_c():
                     layer(x)
         dist.barrier()
+        # The others hear of it in their next round.
         if rank != last:
             with pytest.raises(epmoe.EPAbortedError) as caught:
                 layer(x)
@@ -156,6 +159,7 @@ def test_a_layer_that_is_interrupted_while_idle(service, rank, size, late):
             assert caught.value.ranks == [last]
         if not exchange._skips_late:
             dist.barrier()  # they have heard of it, although this rank has made no further call
+        # All are in step.
         for _ in range(3):
             torch.testing.assert_close(layer(x), want)
     ep.check()
@@ -329,12 +333,14 @@ def test_experts_move_on_after_an_idle_while(service, rank, size):
         torch.testing.assert_close(y, tokens.x.to(y.device) * scale)
         ep.check()
 
+    # Moves begin, and rank 0 comes to no round for three deadlines.
     weights = torch.zeros(E, 8, device=ep.device)
     play()
     moves = ep.replace(ep.slots.roll(1, 1), lambda tag, slot: [weights[slot]])
     play()
     if rank == 0:
         time.sleep(3 * service.deadline_s)
+    # They go on with the rounds.
     for _ in range(200):
         play()
         ep.poll()

@@ -82,10 +82,12 @@ def test_every_rank_writes_its_experts(folder, rank, size, placement, kind, dtyp
     with ExpertParallel(
         make_config(size, experts=E, top_k=K, hidden=D, placement=placement), device="cpu"
     ) as ep:
+        # Weights that differ from those of the source.
         model = model_of(ep, source, dtype=dtype)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(2)
+        # Each tensor comes back, in the dtype of the experts where one was asked for.
         files = {}
         for max_shard_bytes, name in ((10**9, "one"), (150_000, "several")):
             save_pretrained(model, folder / name, source, max_shard_bytes=max_shard_bytes)
@@ -99,6 +101,7 @@ def test_every_rank_writes_its_experts(folder, rank, size, placement, kind, dtyp
                     else tensor * 2
                 )
                 assert saved[key].dtype == want.dtype and torch.equal(saved[key], want), key
+    # Nothing else is left in the folder, and small shards make more files.
     dist.barrier()
     assert {file.name for file in folder.iterdir()} == {"start", "one", "several"} and files[
         "several"
@@ -135,6 +138,7 @@ def test_all_ranks_raise_wherever_a_handler_raises(folder, rank, size, victim, s
     with ExpertParallel(config, device="cpu") as ep:
         model = model_of(ep, source)
 
+        # The handler may raise from where this rank begins to describe its tensors.
         def step(begun: Callable[[], None]) -> None:
             def in_the_step(*arguments: object) -> object:
                 begun()
@@ -158,6 +162,7 @@ def test_a_rank_that_cannot_write_fails_on_all_and_leaves_nothing(
 
     with ExpertParallel(make_config(size, experts=E, top_k=K, hidden=D), device="cpu") as ep:
         model = model_of(ep, source)
+        # One rank has no space: all raise, and the folder is not there.
         with monkeypatch.context() as patch:
             if rank == guilty:
                 patch.setattr("safetensors.torch.save_file", no_space)
@@ -168,10 +173,12 @@ def test_a_rank_that_cannot_write_fails_on_all_and_leaves_nothing(
         dist.barrier()
         assert {file.name for file in folder.iterdir()} == {"start"}
         dist.barrier()
+        # One rank has another model.
         if rank == guilty:
             model.model.norm.weight = nn.Parameter(torch.ones(D).half())
         with pytest.raises(ValueError, match="ranks must have the same model"):
             save_pretrained(model, folder / "end", source)
+        # Then all is right.
         model.model.norm.weight = nn.Parameter(torch.ones(D))
         save_pretrained(model, folder / "end", source)
         assert SafetensorsFolder(folder / "end").keys() == source.keys()

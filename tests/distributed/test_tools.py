@@ -816,6 +816,7 @@ def test_replicas_of_experts(size, kind, how):
     """One norm of gradients, and the numbers of one process."""
     if size % 2:
         pytest.skip("needs 2 or 4 ranks")
+    # Two replicas, each of which spreads its experts over half of the ranks.
     mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "ep"))
     sharded = how.startswith("experts")
     options = {
@@ -829,6 +830,7 @@ def test_replicas_of_experts(size, kind, how):
         make_config(size // 2, **options), mesh["ep"] if sharded else mesh, device="cpu"
     ) as ep:
         model: nn.Module = Model(kind, ep)
+        # What averages over all ranks may not leave out experts that only half of them share.
         if sharded and size > 2:
             with pytest.raises(
                 ValueError, match=f"must be spread over the {size} ranks .* got {size // 2}"
@@ -836,6 +838,7 @@ def test_replicas_of_experts(size, kind, how):
                 ignore_experts(model)
         for block in model.blocks if sharded else ():
             fsdp.fully_shard(block.moe.experts, mesh=mesh["replicate"])
+        # Steps over the ranks and in one process.
         model = under_ddp(model) if how == "ddp" else fully_shard(model)
         train(model, adamw(model.parameters()), lambda: clip_grad_norm_(model, MAX_NORM))
         alone = Model(kind)

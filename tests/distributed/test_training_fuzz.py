@@ -309,6 +309,7 @@ def check(
 )
 def test_drawn_graphs(make_ep, size, rank, case):
     dtype = case["dtype"]
+    # Windows of the case: one pair for both directions, or two.
     options = {
         "experts": E,
         "top_k": MAX_K,
@@ -327,6 +328,7 @@ def test_drawn_graphs(make_ep, size, rank, case):
         }
     ep, *others = (make_ep(case["ll_max_tokens"], **options) for _ in range(case["windows"]))
     exchange = TrainingExchange(ep, backward=others[0] if others else None)
+    # Cases share the seeds, so that each draws programs of its own.
     for seed in range(FIRST + CASES.index(case), FIRST + PROGRAMS, len(CASES)):
         program = draw_program(seed, size)
         try:

@@ -55,6 +55,7 @@ def test_any_exception_of_a_step_is_reported(rank, raised):
 
 def test_the_group_of_a_checkpoint_wherever_a_handler_raises(rank, monkeypatch):
     """All ranks have made it, or none of them waits for one that has not."""
+    # Note whether this rank has begun to make the group.
     made: list[None] = []
     new_group = dist.new_group
 
@@ -79,6 +80,8 @@ def test_the_group_of_a_checkpoint_wherever_a_handler_raises(rank, monkeypatch):
                 raise
             step(lambda: None)
 
+    # A handler raises at the first line of a step, at the second one, and so on. No rank waits for
+    # the deadline.
     start = time.monotonic()
     for outcomes in steps_until_whole(rank, calls_again):
         assert time.monotonic() - start < AT_ONCE_S, outcomes
@@ -95,6 +98,7 @@ def test_wake_wherever_a_handler_raises(ep, rank):
     tokens = make_tokens(ep.config, rank, 9)
     for events in itertools.count():
         ep.sleep()
+        # A handler raises on rank 1 once, after so many events.
         handler = Handler(events)
         arms = [handler.arm] if rank == 1 else []
         restores: list[str] = []
@@ -104,6 +108,7 @@ def test_wake_wherever_a_handler_raises(ep, rank):
                 arms.pop()()
             ep.wake(lambda: restores.append("begun"))
 
+        # All ranks call until they are awake, or one has left.
         while ep.asleep:
             outcome_of(wake)
         has_left = ep.life.opened is None
@@ -111,6 +116,7 @@ def test_wake_wherever_a_handler_raises(ep, rank):
         if any(of_all(has_left)):
             break
         assert_round(ep, tokens)
+        # The call had fewer events: all places have had their turn.
         if not of_all(handler.has_raised)[1]:
             break
     assert events > 100

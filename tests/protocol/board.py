@@ -103,6 +103,7 @@ class BoardModel:
             if place.state == GOES_ON:
                 yield from self._plays(state, rank, place)
                 continue
+            # What the rank does next, by the method of its state.
             at = getattr(self, f"_{place.state.replace(' ', '_')}")
             for name, following, words, *cost in at(state, rank, place.attempt):
                 step = f"{rank} {name} in attempt {place.attempt}"
@@ -113,10 +114,12 @@ class BoardModel:
                         words=words, errors=state.errors - len(cost)
                     ),
                 )
+            # Or it dies.
             if state.deaths:
                 dead = self._at(state, rank, Place(DEAD))
                 self._check_torch(f"{rank} dies", dead)
                 yield f"{rank} dies", dead._replace(deaths=state.deaths - 1)
+            # Or something raises on it. Then the attempt has failed for all.
             if state.errors and place.state in (CONNECTS, AWAITS_READY, IN_TORCH, OPENS):
                 after = self._at(state, rank, Place(COMES, place.attempt + 1))
                 words = self._settled(state, place.attempt, "outcome", FAILED)

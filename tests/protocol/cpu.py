@@ -37,7 +37,8 @@ class CpuRank(Rank):
         self.edge("sent", n, "dispatch recv of round", ("dispatched", n), wait=arrived)
 
     def write_combine(self, n: int) -> None:
-        last_read = Look(n, rows=self.slabs(n))  # of the weights in the slabs
+        # Send the sums, for which the rank reads the weights in its slabs, and say so.
+        last_read = Look(n, rows=self.slabs(n))
         stores = self.issue(self.sums, self.sources, n, COMBINE) | self.signal(n, COMBINE)
         if self.has("finish-first"):
             self.edge(
@@ -52,6 +53,7 @@ class CpuRank(Rank):
             self.node("opened early", n, self.nodes["dispatched", n].read_through)
             self.edge("dispatched", n, "combine send of round", ("opened early", n), stores=stores)
             self.edge("opened early", n, "last read of round", ("returning", n), read=last_read)
+        # Wait for the signals of all, and read the rows that they announce.
         awaited = self.awaited(COMBINE)
         counts = self.mine("combine count", awaited, n)
         count_of = dict(zip(awaited, counts, strict=True))

@@ -65,10 +65,12 @@ class CudaRank(Rank):
             self.write_aborts(n, arrived)
 
     def write_dispatch(self, n: int, arrived: Look) -> None:
+        # A rank says with its first words that it has opened the round, and sends its rows.
         opens = self.words(n, DISPATCH) | (
             0 if self.has("finish-first") else self.words(n, COMBINE)
         )
         rows = self.payload(self.rows, self.receivers, n, DISPATCH)
+        # Rows that go to their last place have to wait for all counts.
         if self.protocol == FINAL_ROWS and self.has("final-rows"):
             counts = Look(n, arrived.signals)
             self.edge(
@@ -85,6 +87,7 @@ class CudaRank(Rank):
             self.edge(
                 "closed", n - 1, send, ("sent", n), stores=opens | rows, drains=self.has("drain")
             )
+        # It receives, and arms the lines for the next round.
         armed = self.re_arm(self.rows, self.sources, n, DISPATCH)
         self.edge(
             "sent", n, "dispatch recv of round", ("dispatched", n), stores=armed, wait=arrived

@@ -138,6 +138,7 @@ class Machine:
         """After all programs are there: adds the ends by failure, and looks up what
         `steps` needs.
         """
+        # The error words that each rank writes when it fails, and those that it reads.
         self.reports_of = [
             sum(
                 self.store(r, self.place("error", p, r), value_of(1), FOREVER)
@@ -151,12 +152,15 @@ class Machine:
         self.errors_of = [
             [self.place("error", r, p) for p in range(self.ranks)] for r in range(self.ranks)
         ]
+        # Each program gets two more ends: latched and dead. Whatever the rank has not read by then,
+        # it reads no more.
         everything = dict.fromkeys({kind for kind, *_ in self.places}, FOREVER)
         self.ends = []
         for program in self.programs:
             self.ends.append(len(program) - 1)
             program += [Node("latched", everything), Node("dead", everything)]
         self.names = list(self.places)
+        # Of each store: how its arrival is called, who issued it, and which others arrive before.
         self.arrivals = [f"{store.name} arrives" for store in self.stores]
         self.limits = [[self._limits(node) for node in program] for program in self.programs]
         self.issued_by = [self._mask(lambda s, r=r: s.writer == r) for r in range(self.ranks)]
@@ -170,6 +174,7 @@ class Machine:
             )
             for store in self.stores
         ]
+        # Unless `lazy`, stores into the windows of other ranks arrive as soon as they may.
         late = (lambda s: True) if self.lazy else (lambda s: s.writer == self.names[s.place][1])
         self.eager = ~self._mask(late)
         self.start = State((0,) * self.ranks, (0,) * len(self.places), 0)
@@ -189,6 +194,7 @@ class Machine:
 
     def steps(self, state: State) -> Iterator[tuple[str, State]]:
         nodes, memory, pending = state
+        # A store arrives, once those that it must not overtake have arrived.
         for n in self._numbers(pending):
             if not pending & self.blockers[n]:
                 step = self.arrivals[n]
@@ -198,18 +204,21 @@ class Machine:
                         step, State(nodes, self._arrive(step, state, n), pending & ~(1 << n))
                     ),
                 )
+        # Or a rank takes a step of its program.
         for rank, at in enumerate(nodes):
             if at >= self.ends[rank]:
                 continue
             for edge in self.programs[rank][at].edges:
                 if edge.drains and pending & self.issued_by[rank]:
                     continue
+                # A wait ends when all is there, or by a failure.
                 step = f"rank {rank}: {edge.name}"
                 if edge.ready is not None:
                     if self.deadlines:
                         yield from self._failures(state, rank, edge)
                     if not edge.ready(memory):
                         continue
+                # A read must find the bytes of its round.
                 failed = memory[self.errors_of[rank][rank]]  # what it reads means nothing any more
                 if edge.read is not None and not failed and (wrong := edge.read(memory)):
                     place, n = wrong

@@ -21,6 +21,7 @@ class MailRank(Rank):
     """
 
     def write_round(self, n: int) -> None:
+        # Once the staging buffer of the round before is free, push the part, and then its word.
         before = {PART: n - 1}
         posts = self.has("post-releases")
         self.node("pushed", n, before)
@@ -30,9 +31,11 @@ class MailRank(Rank):
         if not self.has("staging-free"):
             free = None
         self.edge("closed", n - 1, "push of part", ("pushed", n), stores=stores, wait=free)
+        # Wait for the words of the others, read their parts, and tell them that they were copied.
         word = Look(n, self.mine(PUSHED, self.peers, n), exact=False)
         part = Look(n, rows=tuple(Row(place) for place in self.mine(PART, self.peers, n)))
         copied = self.issue(COPIED, self.peers, n, COMBINE, released=posts)
+        # Without this rule the part may be read before the word.
         if not self.has("look-acquires"):
             self.node("read", n, before)
             self.edge("pushed", n, "read of part", ("read", n), read=part)

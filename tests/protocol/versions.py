@@ -48,12 +48,14 @@ class SendModel:
             version = last + 1
             if version > self.versions:
                 continue
+            # Hear of versions that the other rank could not send.
             unheard = {note for note in state.untold if note[1] == rank}
             if unheard and self.without != "tell-failures":
                 yield f"{rank} hears of {unheard}", state._replace(untold=state.untold - unheard)
                 continue
             if unheard:
                 raise Broken(f"{rank} sends {version}", "nobody tells that a version is not whole")
+            # The send fails, and the other rank is not told yet.
             now = state.last[:rank] + (version,) + state.last[rank + 1 :]
             if state.failures:
                 note = (version, 1 - rank)
@@ -63,6 +65,7 @@ class SendModel:
                         last=now, untold=state.untold | {note}, failures=state.failures - 1
                     ),
                 )
+            # Or it succeeds, and removes older versions, but none that is still needed.
             parts = self._without_old(state.parts | {(version, rank)})
             before = max(whole(state.parts), default=NONE)
             if max(whole(parts), default=NONE) < before:
@@ -184,6 +187,7 @@ class HoldModel:
         return state.told and state.folder is None or state.serves and at_end
 
     def steps(self, state: Group) -> Iterator[tuple[str, Group]]:
+        # What trainers do.
         if state.versions:
             number = 1 if state.folder is None else state.folder.number + 1
             version = Version(number, state.trainer)
@@ -196,6 +200,7 @@ class HoldModel:
                 "the folder goes, and another trainer begins",
                 state._replace(folder=None, trainer=state.trainer + 1, losses=state.losses - 1),
             )
+        # What the ranks of the server do: they form another group, serve, or make receivers.
         yield from self._other_groups(state)
         if state.serves:
             for rank in range(len(state.ranks)):

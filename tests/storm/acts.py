@@ -291,6 +291,7 @@ class Act:
 
     def grow(self, size: int) -> None:
         """New processes join. One that a signal has thrown out of the group is ended."""
+        # New processes, which come to the board. A signal may hit one of all ranks.
         new = self.new_names(size - len(self.names))
         self.host.spawn(*new)
         arrivals = self.arrivals()
@@ -298,6 +299,7 @@ class Act:
         for name in new:
             moment = self.signals.moment(self.usual_s("join")) if name == one else None
             self.host.start([name], call, moment, of_regroup, self.calls.join, self.board)
+        # The others take them in.
         self.wait_for_arrivals(arrivals + len(new), new)
         for name in self.names:
             moment = self.signals.moment(self.usual_s("resize")) if name == one else None
@@ -305,6 +307,7 @@ class Act:
         signalled = one is not None
         self.totals.counts["signals"] += signalled
         outcomes = self.outcomes("resize", self.names)
+        # All new processes are in the group, but where a signal has come between.
         sizes = {outcome.size for outcome in outcomes.values() if outcome.ended == WHOLE}
         came = [name for name in new if self.host.pipes[name].poll(COMES_S)]
         absent = set(new) - set(came)
@@ -313,6 +316,7 @@ class Act:
         for name in absent:
             self.end(name)
         joined = self.outcomes("join", came)
+        # End those that are not in the group. The rest plays on, or recovers first.
         whole = all_whole(outcomes) and all_whole(joined) and sizes == {len(self.names) + len(came)}
         for name in came:
             if joined[name].ended != WHOLE:

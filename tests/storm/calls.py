@@ -151,10 +151,12 @@ def call(
     its generation then. An error that is no EPError of the library leaves.
     """
     prepare(state)
+    # The signal comes once, at the drawn moment of the first calls.
     handler = Handler(moment)
     before = None if state.ep is None else state.ep.generation
     start = time.monotonic()
     value = None
+    # Call until the call is whole, or until nobody calls again.
     for _ in range(CALLS_AGAIN):
         state.begun.yes = False
         ended = WHOLE

@@ -131,6 +131,7 @@ def take(state, moves: tuple[epmoe.Move, ...], everything: bool = False) -> None
     state.memory.restore()
     ep = state.ep
     held = ep.logical_experts()
+    # Without any former weights, all experts come from the disk.
     if everything:
         moves = [epmoe.Move(local, expert, None, 0) for local, expert in enumerate(held)]
     for i, layer in enumerate(state.model.layers):
@@ -139,6 +140,7 @@ def take(state, moves: tuple[epmoe.Move, ...], everything: bool = False) -> None
         for former, every in zip(
             (layer.experts.w_gate_up, layer.experts.w_down), full, strict=True
         ):
+            # What stays keeps its place. Whatever nobody writes is NaN.
             new = former.new_full((len(held), *former.shape[1:]), torch.nan)
             stays = min(len(new), len(former))
             new[:stays] = former[:stays]

@@ -49,6 +49,7 @@ KINDS = {
 }
 
 
+BIAS = randn(E, seed=9)
 SLOW = {"serves with adapters", "serves and waits while idle"}
 
 
@@ -141,9 +142,20 @@ def same(got: list[Tensor], want: list[Tensor], bits: bool = True) -> None:
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("on_input", [False, True])
-@pytest.mark.parametrize("bias", [None, randn(E, seed=9)])
+# Of three choices of two, each pair of choices comes in four combinations.
+@pytest.mark.parametrize(
+    ("bias", "on_input", "dtype"),
+    [
+        (None, False, torch.float32),
+        (None, True, torch.bfloat16),
+        (BIAS, False, torch.bfloat16),
+        (BIAS, True, torch.float32),
+        slow(None, False, torch.bfloat16),
+        slow(None, True, torch.float32),
+        slow(BIAS, False, torch.float32),
+        slow(BIAS, True, torch.bfloat16),
+    ],
+)
 def test_every_kind_of_call_has_the_bits_of_serving(bench, dtype, bias, on_input):
     if "adapters" in bench.kind and on_input:
         pytest.skip("weights would multiply the numbers of adapters, so it is refused")
@@ -395,8 +407,14 @@ CASTS = {
 }
 
 
-@pytest.mark.parametrize("cast", CASTS)
-@pytest.mark.parametrize("of_a_model", [False, True])
+# A model casts its layers by `_apply`, whichever cast it is.
+@pytest.mark.parametrize(
+    ("of_a_model", "cast"),
+    [
+        *((False, cast) for cast in CASTS),
+        *((True, cast) if cast in ("to", "half") else slow(True, cast) for cast in CASTS),
+    ],
+)
 def test_casts_reach_the_experts_only(bench, cast, of_a_model):
     """As serving stacks do: the choice of experts needs fp32."""
     ep = bench.open(routing={"logit_bias": True, "selection_bias": True})

@@ -18,7 +18,7 @@ from random import Random
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import captured, randn
+from helpers import captured, randn, slow
 from test_hand_over import D, E, K, M, Model, send, side, wait_for
 from torch import Tensor
 
@@ -98,7 +98,7 @@ def wrong_outputs(
     return int(wrong)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [slow(k) if k == "fp8, no spare" else k for k in KINDS])
 def test_a_replay_meets_one_version(rank, size, device, folder, kind):
     if size < 2:
         pytest.skip("a trainer and a server have a rank each")

@@ -124,6 +124,7 @@ def test_the_wheel_needs_no_extra(wheel, tmp_path):
         "intermediate_size": 96,
     }
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral"} | keys))
+    # A new interpreter, in which no extra can be imported.
     run = run_fresh(
         f"import sys; sys.modules.update(dict.fromkeys({list(EXTRAS)!r}))\n"
         f"import os; os.chdir({str(tmp_path)!r}); sys.path.insert(0, os.getcwd()); import epmoe\n"
@@ -211,9 +212,10 @@ if sys.argv[1:3] == ["-m", "build"]:
 
 
 def test_an_import_brings_no_compiler():
-    """torch._dynamo takes longer than all of epmoe."""
-    run = run_fresh("import sys, epmoe; print('torch._dynamo' in sys.modules)")
-    assert run.stdout == "False\n", run.stderr
+    """torch._dynamo takes longer than all of epmoe, and FSDP longer than all of a command."""
+    slow = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"]
+    run = run_fresh(f"import sys, epmoe, epmoe.cli; print([x for x in {slow} if x in sys.modules])")
+    assert run.stdout == "[]\n", run.stderr
 
 
 def test_the_command_line_names_its_extra():

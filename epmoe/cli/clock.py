@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 
@@ -84,7 +84,7 @@ class StageClock:
         """
         stage = stage_of(model, name)
         # FSDP has a hook of its own, which collects the module's weights. These two enclose it.
-        if isinstance(module, FSDPModule):
+        if _is_of_fsdp(module):
             yield module.register_forward_pre_hook(lambda *_: self._start("gather"), prepend=True)
             yield module.register_forward_pre_hook(lambda *_: self._stop())
         if stage:
@@ -106,6 +106,16 @@ class StageClock:
             stage = self._open[-1]
             self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._since
         self._since = now
+
+
+def _is_of_fsdp(module: nn.Module) -> bool:
+    """Whether FSDP2 shards a module.
+
+    To import torch's FSDP takes most of a second, in which a command does nothing else. Where it
+    was not imported, there are no such modules.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def stage_of(model: nn.Module, name: str) -> str | None:

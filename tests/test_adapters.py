@@ -500,6 +500,7 @@ def test_parts_that_nobody_serves(tmp_path, name, experts_only):
         ValueError, match=f"adapter_model.safetensors: .*parts that are not served: {name}"
     ):
         load_adapter(tmp_path, BLOCK, ALL, SIZES, experts_only=experts_only)
+    # With `experts_only` the part is left out, as if it had never been there.
     if not experts_only:
         plain = tmp_path / "plain"
         adapter_models.save(plain, FACTORS, BLOCK)

@@ -96,13 +96,16 @@ def test_run_takes_a_folder_beside_names(olmoe, tmp_path):
         "--report",
         str(tmp_path / "report.html"),
     ]
+    # The folder is named as one beside it would be.
     run = subprocess.run(
         [*command, *options], cwd=olmoe.parent, env=environment, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stdout + run.stderr
+    # Both models are right, and only the tiny one means nothing.
     said = " ".join(run.stdout.split())
     assert "mixtral: the weights are random and the models tiny" in said
     assert "The words mean nothing" in said
     assert said.count("✓ same tokens as one process: yes") == 2
+    # The report names the checkpoint's architecture, and the checkpoint is as it was.
     assert "OlmoeForCausalLM" in (tmp_path / "report.html").read_text(encoding="utf-8")
     assert json.loads((olmoe / "config.json").read_text())["model_type"] == "olmoe"

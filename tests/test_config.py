@@ -321,14 +321,17 @@ def test_a_wrong_variable_is_named(tmp_path, monkeypatch, variable, value, messa
 
 def test_a_ready_configuration_is_found_by_its_name(tmp_path, monkeypatch):
     """A file of this name comes first, and a folder does not."""
+    # Beside a folder of the name, the ready configuration is found.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cpu_demo").mkdir()
     ready = CONFIGS / "cpu_demo.yaml"
     assert find_config("cpu_demo") == find_config("cpu_demo.yaml") == ready
     assert EPConfig.load("cpu_demo") == EPConfig.load(ready)
     assert find_config("other.yaml") == Path("other.yaml")  # reading it gives the error
+    # A file of the name comes first.
     write(tmp_path, YAML, "cpu_demo.yaml")
     assert (find_config("cpu_demo"), find_config("cpu_demo.yaml")) == (ready, Path("cpu_demo.yaml"))
+    # A name that is neither is refused wherever a configuration is taken.
     for load in (find_config, EPConfig.load, epmoe.ExpertParallel):
         with pytest.raises(
             ConfigError,

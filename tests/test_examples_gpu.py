@@ -91,12 +91,14 @@ def test_generation(tmp_path, ranks):
     pytest.importorskip("tokenizers")
     from epmoe.cli.demo import generate as demo
 
+    # A new checkpoint with a tokenizer.
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model("qwen3_moe", **demo.MODELS["qwen3_moe"])
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=demo.make_tokenizer())
     tokenizer.save_pretrained(tmp_path)
 
+    # The same text from both.
     on_gpus = torchrun(ranks, "examples/generate.py", tmp_path)
     assert on_gpus.returncode == 0, on_gpus.stderr
     on_cpus = torchrun(ranks, "examples/generate.py", tmp_path, CUDA_VISIBLE_DEVICES="")

@@ -441,6 +441,7 @@ def test_wrong_calls_give_their_round_up(ep):
 def test_what_they_refuse(ep):
     model = model_of(ep)
     pair = torch.zeros(3, K, dtype=torch.int32), torch.ones(3, K)
+    # Adapters of a model without any, and numbers that are no tensor.
     with (
         pytest.raises(ValueError, match="no MoELayer with `adapters`"),
         adapters_of(model, torch.zeros(3)),
@@ -448,6 +449,7 @@ def test_what_they_refuse(ep):
         raise AssertionError
     with pytest.raises(TypeError, match="`ids` must be a tensor"), adapters_of(adapted(ep), [0, 1]):
         raise AssertionError
+    # Records of layers, and what is wrong with them.
     for of_each, error, says in [
         ({}, ValueError, "each of 2 layers, but 'model.layers.0.mlp' has none"),
         (dict.fromkeys([*NAMES, "x"], pair), ValueError, "'x' is no layer"),
@@ -458,6 +460,7 @@ def test_what_they_refuse(ep):
     ]:
         with pytest.raises(error, match=says), replay(model, of_each):
             raise AssertionError
+    # No layer is left in a context.
     assert not any(layer.mlp.contexts for layer in model.model.layers)
 
 

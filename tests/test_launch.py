@@ -211,6 +211,7 @@ def test_ranks_have_an_environment_of_their_own(ranks, alone, tmp_path):
     """The module search path of this process, one thread, a folder for temporary files, and the
     arguments.
     """
+    # A rank writes what it finds into a file.
     tell = (
         "import tempfile; tempfile.mkstemp(); found = [sys.argv[1:], sys.path, "
         "tempfile.gettempdir(), "
@@ -222,6 +223,7 @@ def test_ranks_have_an_environment_of_their_own(ranks, alone, tmp_path):
     for rank in range(2):
         arguments, path, temporary, *numbers = eval((tmp_path / f"rank{rank}").read_text())
         assert arguments == [str(tmp_path / "rank"), "two words"]
+        # It looks for modules where this process does, in the same order.
         assert [entry for entry in path if entry in sys.path] == [
             entry for entry in dict.fromkeys(sys.path) if entry
         ]

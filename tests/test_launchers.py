@@ -118,6 +118,7 @@ def job() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
 
 def test_kubernetes_agrees_with_itself():
     """Pods, nodes and ranks are of one size, and the rendezvous is at the pod with index 0."""
+    # Of the manifest: the job, its pods, and the options and the environment of torchrun.
     service, found, container = job()
     spec = found["spec"]
     pod = found["spec"]["template"]["spec"]
@@ -125,17 +126,20 @@ def test_kubernetes_agrees_with_itself():
         arg.removeprefix("--").split("=", 1) for arg in container["args"] if arg.startswith("--")
     )
     environment = {entry["name"]: entry["value"] for entry in container["env"]}
+    # A pod for each node, with as many processes as the configuration has ranks of a node.
     assert spec["completionMode"] == "Indexed"
     assert spec["completions"] == spec["parallelism"] == int(options["nnodes"]) > 1
     assert environment["EPMOE_TOPOLOGY__RANKS_PER_NODE"] == options["nproc-per-node"]
     assert int(environment["EPMOE_TOPOLOGY__EP_SIZE"]) == int(options["nnodes"]) * int(
         options["nproc-per-node"]
     )
+    # Pods find the first one by its name in the service.
     assert options["rdzv-endpoint"] == f"{found['metadata']['name']}-0.{pod['subdomain']}:29500"
     assert (
         service["metadata"]["name"] == pod["subdomain"] and service["spec"]["clusterIP"] == "None"
     )
     assert service["spec"]["publishNotReadyAddresses"], "pods find each other before they are ready"
+    # No two pods of the job are on one node.
     (apart,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     labels = {"job-name": found["metadata"]["name"]}
     assert service["spec"]["selector"] == apart["labelSelector"]["matchLabels"] == labels

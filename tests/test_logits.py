@@ -20,21 +20,21 @@ def test_a_token_has_the_same_bits_in_any_batch(device, dtype, E, D):
     sum or all of it.
     """
     most = 20_000 if device.type == "cuda" else 100
-    x = randn(most, D, seed=1, dtype=dtype).to(device)
-    weight = randn(E, D, seed=2, dtype=dtype).to(device) / D**0.5
-    bias = randn(E, seed=3, dtype=dtype).to(device)
-    grad = randn(most, E, seed=4, dtype=dtype).to(device)
+    x_TD = randn(most, D, seed=1, dtype=dtype).to(device)
+    weight_ED = randn(E, D, seed=2, dtype=dtype).to(device) / D**0.5
+    bias_E = randn(E, seed=3, dtype=dtype).to(device)
+    grad_TE = randn(most, E, seed=4, dtype=dtype).to(device)
 
     def passed(first: int, T: int) -> tuple[torch.Tensor, torch.Tensor]:
-        part = x[first : first + T].clone().requires_grad_()
-        found = router_logits(part, weight, bias, invariant=True)
-        found.backward(grad[first : first + T])
-        return found.detach(), part.grad
+        part_TD = x_TD[first : first + T].clone().requires_grad_()
+        found_TE = router_logits(part_TD, weight_ED, bias_E, invariant=True)
+        found_TE.backward(grad_TE[first : first + T])
+        return found_TE.detach(), part_TD.grad
 
     # The whole batch agrees with fp64.
-    logits, by_x = passed(0, most)
-    assert_close(logits, x.double() @ weight.double().T + bias.double(), dtype, slack=8)
-    assert_close(by_x, grad.double() @ weight.double(), dtype, slack=8)
+    logits_TE, grad_TD = passed(0, most)
+    assert_close(logits_TE, x_TD.double() @ weight_ED.double().T + bias_E.double(), dtype, slack=8)
+    assert_close(grad_TD, grad_TE.double() @ weight_ED.double(), dtype, slack=8)
     # A part of it has the bits of the whole.
     for first, T in (
         (0, 1),
@@ -45,12 +45,12 @@ def test_a_token_has_the_same_bits_in_any_batch(device, dtype, E, D):
         (most - 99, 99),
         (most // 2, most // 3),
     ):
-        for got, want in zip(passed(first, T), (logits, by_x), strict=True):
+        for got, want in zip(passed(first, T), (logits_TE, grad_TD), strict=True):
             assert torch.equal(got, want[first : first + T]), (first, T)
     # So have tokens behind others that are NaN, and there may be no tokens.
-    beside = torch.cat([poison_(torch.empty_like(x[:5])), x[:30]])
-    assert torch.equal(router_logits(beside, weight, bias, invariant=True)[5:], logits[:30])
-    assert router_logits(x[:0], weight, bias, invariant=True).shape == (0, E)
+    beside = torch.cat([poison_(torch.empty_like(x_TD[:5])), x_TD[:30]])
+    assert torch.equal(router_logits(beside, weight_ED, bias_E, invariant=True)[5:], logits_TE[:30])
+    assert router_logits(x_TD[:0], weight_ED, bias_E, invariant=True).shape == (0, E)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -61,23 +61,23 @@ def test_all_ways_have_the_same_bits(device, dtype, E, D):
     are loaded ahead.
     """
     tokens = (1, 16, 17, 64, 65, 700, 4096) if device.type == "cuda" else (1, 17, 40)
-    x = randn(max(tokens), D, seed=1, dtype=dtype).to(device)
-    weight = randn(E, D, seed=2, dtype=dtype).to(device) / D**0.5
-    logits = router_logits(x, weight, None, invariant=True)
-    assert_close(logits, x.double() @ weight.double().T, dtype, slack=8)
+    x_TD = randn(max(tokens), D, seed=1, dtype=dtype).to(device)
+    weight_ED = randn(E, D, seed=2, dtype=dtype).to(device) / D**0.5
+    logits_TE = router_logits(x_TD, weight_ED, None, invariant=True)
+    assert_close(logits_TE, x_TD.double() @ weight_ED.double().T, dtype, slack=8)
     beside = torch.tensor([3, 18, 35], device=device)
-    finite = torch.ones(len(x), dtype=torch.bool, device=device).index_fill(0, beside, False)
-    x[beside] = torch.tensor([[torch.inf], [torch.nan], [torch.inf]], dtype=dtype, device=device)
+    finite = torch.ones(len(x_TD), dtype=torch.bool, device=device).index_fill(0, beside, False)
+    x_TD[beside] = torch.tensor([[torch.inf], [torch.nan], [torch.inf]], dtype=dtype, device=device)
     for T in tokens:
         for shift in (0, 1):
-            part = (
+            part_TD = (
                 torch.empty(T * D + shift, dtype=dtype, device=device)[shift:]
                 .view(T, D)
-                .copy_(x[:T])
+                .copy_(x_TD[:T])
             )
             # The output and its parts get this memory next.
             poison_(torch.empty(T, E, dtype=dtype, device=device))
             poison_(torch.empty(16, T, E, device=device))
-            got = router_logits(part, weight, None, invariant=True)
-            assert torch.equal(got[finite[:T]], logits[:T][finite[:T]]), (T, shift)
+            got = router_logits(part_TD, weight_ED, None, invariant=True)
+            assert torch.equal(got[finite[:T]], logits_TE[:T][finite[:T]]), (T, shift)
             assert not got[~finite[:T]].isfinite().any(), (T, shift)

@@ -177,16 +177,19 @@ def test_a_layer_whose_rows_travel_as_fp8(device, sizes, gpt_oss):
     T = 16
     drawn = Drawn(sizes, gpt_oss)
     config = alone(E, 2, D, "bfloat16", T, exchange={"payload": "fp8"})
+    # Two experts for each token, which differ.
     ids = torch.stack([torch.arange(T) % E, (torch.arange(T) * 3 + 1) % E], 1)
     ids[ids[:, 0] == ids[:, 1], 1] += 1
     ids %= E
     weights = torch.rand(T, 2, generator=generator(3))
     x = randn(T, D, seed=4, dtype=BF16)
+    # By the layer's stages.
     with epmoe.ExpertParallel(config, device=device) as ep:
         experts = drawn.experts(ep.device)
         d = ep.dispatch(x.to(ep.device), ids.int().to(ep.device), weights.to(ep.device))
         assert d.rows.shape[1] == D and d.scales.shape[1] == -(-D // 128)
         y = ep.combine(experts(d.rows, d.expert_offsets, d.scales), d).cpu()
+    # In fp64, from the values that fp8 has.
     values = as_fp8(x)[2]
     want = torch.zeros(T, D, dtype=torch.float64)
     for t in range(T):

@@ -21,6 +21,7 @@ D = 16
 
 @pytest.mark.parametrize("all_options", [False, True])
 def test_opcheck_route(device, all_options):
+    # With all options, or with none of those that may be left out.
     bias = randn(E, seed=1).to(device) if all_options else None
     num_tokens = torch.tensor(5, dtype=torch.int32, device=device) if all_options else None
     counters = torch.zeros(8, dtype=torch.int64, device=device) if all_options else None

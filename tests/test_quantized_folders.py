@@ -235,6 +235,7 @@ def test_weights_without_scales_are_cast_but_not_quantized(tmp_path):
     folder = saved(tmp_path, tensors)
     got = folder.experts(BLOCK, [1], dtype=BF16)
     assert torch.equal(got["w_down"][0], tensors[f"{BLOCK}.experts.down_proj"][1].to(BF16))
+    # Quantized dtypes want weights that are quantized so, and other dtypes are refused.
     with pytest.raises(ValueError, match="must be fp8 with a scale for each block of 128 × 128"):
         folder.experts(BLOCK, [1], dtype=FP8)
     with pytest.raises(ValueError, match="must be MXFP4 to be loaded in float4_e2m1fn_x2"):

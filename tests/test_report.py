@@ -138,6 +138,7 @@ def test_the_report_says_what_was_run_where_when_and_with_which_versions(tmp_pat
 
 
 def test_the_result_is_one_line(tmp_path):
+    # Models that agree with one process, one that does not, and a result without a baseline.
     models = [result(name="a", baseline=BASELINE), result(name="b", baseline=BASELINE)]
     alike = "2 processes generate the same tokens as one; logits agree within 2.0e-06"
     failed = result(
@@ -202,6 +203,7 @@ def test_the_time_of_a_model_is_all_in_named_stages():
         assert set(seconds) <= set(STAGES)
         assert sum(seconds.values()) == pytest.approx(elapsed, rel=0.02)
         assert min(seconds.values()) >= 0
+    # One process has no stages of an exchange.
     assert {"attention", "route", "experts", "other layers", "loop"} == set(
         outcome.baseline.stages[0]
     )
@@ -293,6 +295,7 @@ def test_no_path_of_the_machine_is_repeated(monkeypatch):
         ["epmoe", "run", "/home/me/a b.yaml", "--report=/srv/out/r.html", "--steps", "3"],
     )
     monkeypatch.setenv("EPMOE_EXCHANGE__RAIL", "/opt/tables/t.json")
+    # Names of files stay, and their folders go, from the environment, too.
     run = about(Path("/home/me/a b.yaml"), datetime.now(UTC))
     assert (
         run["Command"]

@@ -103,6 +103,7 @@ def test_a_rank_among_empty_seats():
     config = make_config(1, experts=4, top_k=2, max_ranks=3, placement=LIVE)
     gain_eD = gains(config, config.model.hidden_size)
     with epmoe.ExpertParallel(config) as ep:
+        # Rounds before and after a resume, and after a sleep. Nothing comes from an empty seat.
         for seed in range(4):
             tokens = make_tokens(config, 0, 5, seed=seed)
             d = ep.dispatch(*given(ep, tokens), tag=1)

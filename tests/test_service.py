@@ -71,6 +71,7 @@ def test_models_may_be_built_under_a_default_device():
             epmoe.ExpertParallel(alone()), *weights, batch_invariant=True
         )
 
+    # One is built and resumed under another default device, one is not: y is the same.
     with torch.device("meta"):
         layer = built()
         layer.ep.resume()
@@ -403,6 +404,7 @@ def test_a_refused_transform_of_torch_func_leaves_nothing_behind(ep):
     def dispatch(x: torch.Tensor) -> torch.Tensor:
         return ep.dispatch(x, *inputs(1)[1:]).rows
 
+    # In both grad modes each transform raises.
     refused = (
         lambda: torch.func.vmap(dispatch)(x[:, None]),
         lambda: torch.func.grad(lambda x: layer(x).sum())(x),
@@ -417,6 +419,7 @@ def test_a_refused_transform_of_torch_func_leaves_nothing_behind(ep):
                 pytest.raises(RuntimeError),
             ):
                 call()
+    # Rounds and layers are as before.
     assert_works(ep)
     with torch.inference_mode(False), torch.enable_grad():
         layer(x.clone()).sum().backward()

@@ -206,6 +206,7 @@ def test_fine_tuning_has_the_numbers_of_transformers_in_plain_torch(
     tmp_path, of_one, model_type, dtype
 ):
     transformers = pytest.importorskip("transformers")
+    # A new checkpoint. Each architecture takes its own of these keys.
     torch.manual_seed(0)
     config = transformers.CONFIG_MAPPING[model_type](
         vocab_size=64,
@@ -223,6 +224,7 @@ def test_fine_tuning_has_the_numbers_of_transformers_in_plain_torch(
     )
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(tmp_path)
+    # Three steps in plain torch, and by the example over two ranks.
     want = list(itertools.islice(train_in_plain_torch(model, of_one, 8, 2), 3))
     options = f"--from-hf {tmp_path} --steps 3"
     for got in train(2, options, f"{options} --parallel fsdp --checkpoint-activations"):

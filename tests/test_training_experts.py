@@ -133,6 +133,7 @@ def test_no_rows_and_no_experts(device, rows, e, biased):
         torch.randn(e, D, 16, device=device),
         **biases if biased else {},
     )
+    # All rows lie behind the last segment, and are NaN.
     x = torch.full((rows, D), torch.nan, device=device, requires_grad=True)
     offsets = torch.zeros(e + 1, dtype=torch.int32, device=device)
     with poisoned_memory():

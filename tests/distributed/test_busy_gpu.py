@@ -211,8 +211,10 @@ def test_every_row_is_written(make_ep, rank, hold, free, num_sms, T, ll_max_toke
     tokens = make_tokens(ep.config, rank, T)
     x, ids, weights = given(ep, tokens)
     run = run_experts if layout == "expert" else run_fused_experts
+    # What y is on a GPU that is free.
     whole = run_round(ep, tokens, layout=layout)
     assert_y(whole, ep.config, tokens)
+    # Then another kernel holds most multiprocessors while combine starts.
     for _ in range(6):
         d = ep.dispatch(x, ids, weights, layout=layout)
         rows = run(ep, d)

@@ -44,12 +44,14 @@ def test_every_rank_has_its_own_batches(make_ep, rank, size, device, backend):
     )
     model = Model(ep)
     step = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
+    # Even ranks bring the first number of tokens, odd ones the second. Now and then one is eager.
     for n, tokens in enumerate(((7, 5), (0, 3), (1, 40), (4, 0), (2, 1), (0, 0), (40, 9))):
         x = randn(tokens[rank % 2], D, seed=100 * n + rank).to(device)
         want = model(x)
         rounds = ep.health().rounds
         y = model(x) if n == rank + 3 else step(x)
         assert torch.equal(y, want) and ep.health().rounds == rounds + 2
+    # Graphs for 0, 1 and any T, and no break in them.
     assert (
         not dynamo.utils.counters["graph_break"]
         and dynamo.utils.counters["stats"]["unique_graphs"] <= 3

@@ -150,6 +150,7 @@ def test_scales_not_a_multiple_of_16_bytes(make_ep, rank, size, team, layout):
     }
     ep = make_ep(ll_max_tokens=8, hidden=640, max_tokens=60, **options)
     ep.memory_plan().sizes["combine_team"] = team
+    # Rows of the hidden size of the config, and shorter ones.
     for D in (640, 384):
         calls = make_config(size, hidden=D, max_tokens=60, **options)
         check_round(

@@ -317,6 +317,7 @@ def test_no_other_thread_has_a_round_while_weights_load(ep, rank, size, folder, 
 
 @torch.inference_mode()
 def test_a_tick_that_was_interrupted_is_done_again(ep, rank, size, folder, monkeypatch):
+    # The first piece of work of a tick is interrupted on each rank.
     submit = Worker.submit
     interrupts = []
 
@@ -330,6 +331,7 @@ def test_a_tick_that_was_interrupted_is_done_again(ep, rank, size, folder, monke
     sender = WeightSender(model, folder)
     receiver = WeightReceiver(ep, model, folder)
     monkeypatch.setattr(Worker, "submit", interrupted)
+    # Later ticks bring the version all the same.
     sender.send(1)
     for _ in range(2000):
         model(randn(1, D))

@@ -229,6 +229,7 @@ def test_all_ranks_raise_wherever_a_handler_raises(
     if size == 1:
         pytest.skip("one rank waits for nobody")
     files = FILES | {folders.__file__, peft_folder.__file__, state_dicts.__file__}
+    # The handler may raise from where this rank begins to look for the parts of its adapter.
     parts_of = peft_folder._parts
     ep = make_ep(experts=E, top_k=K, hidden=D)
     model = spread_adapters(adapted(ep))

@@ -800,6 +800,7 @@ def test_each_cell_is_right_or_raises_before_a_weight_changes(ep, folder, name, 
             raise
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
+        # The cell says what any of the ranks has raised, and then no weight has changed.
         found = [each for each in of_all(problem) if each is not None]
         words = re.match(r'raises "(.+?)"', said)
         if words:

@@ -109,6 +109,7 @@ def test_a_number_of_rows_needs_no_rows_of_the_window(make_ep, exchange, rank):
     small = TrainingExchange(small)
     x, ids, weights, grad = draw(rank, 40, small.ep.device)
     x.requires_grad_(), weights.requires_grad_()
+    # With a number of rows the small exchange gives the gradients of the large one.
     results = [
         torch.autograd.grad(
             doubled(each, x, ids, weights, num_rows=num_rows)[0], (x, weights), grad
@@ -116,6 +117,7 @@ def test_a_number_of_rows_needs_no_rows_of_the_window(make_ep, exchange, rank):
         for each, num_rows in ((exchange, "exact"), (small, 768))
     ]
     assert all(map(torch.equal, *results))
+    # Each bound is named in the error of those whom it binds.
     for each, num_rows, key in (
         (small, "exact", "capacity.max_expert_rows"),
         (exchange, 8, "`num_rows` in training"),

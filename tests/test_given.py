@@ -38,12 +38,14 @@ def model_of(ep: ExpertParallel, seed: int = 0, **options: object) -> nn.Module:
     """A model of transformers whose MoE blocks are MoELayers. Routers follow from `seed`, all else
     is the same.
     """
+    # A tiny model. Of its keys Qwen3 takes those that it knows.
     torch.manual_seed(0)
     known = Qwen3MoeConfig().to_dict().keys() & TINY_MODEL.keys()
     config = Qwen3MoeConfig(
         **{key: TINY_MODEL[key] for key in known}, mlp_only_layers=[], decoder_sparse_step=1
     )
     model = AutoModelForCausalLM.from_config(config)
+    # A layer in place of each MoE block.
     for i, name in enumerate(NAMES):
         weights = (
             randn(E, D, seed=9 * seed + i),

@@ -405,12 +405,14 @@ def no_such_tensor(name: str, right: Tensor | None, must_be: str) -> Iterator[tu
     """The mistakes of any tensor: another type or dtype, a dimension more, one less of a number in
     `must_be`.
     """
+    # The dtypes, and of the sizes those that are numbers. A right tensor has them.
     dtypes, sizes = must_be.removesuffix("]").split(" [")
     numbers = [(i, int(size)) for i, size in enumerate(sizes.split(", ")) if size.isdecimal()]
     if right is None:
         right = torch.zeros(
             [size for _, size in numbers] or 1, dtype=getattr(torch, dtypes.split()[0])
         )
+    # No tensor, another dtype, another number of dimensions, and other sizes.
     wrong = [
         ([0], TypeError),
         (right.contiguous().view(torch.int8).clone(), TypeError),

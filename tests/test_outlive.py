@@ -245,6 +245,7 @@ def test_no_other_thread_joins_while_one_wakes(ep, step):
 @pytest.mark.parametrize("step", ["wake", "resume"])
 def test_close_leaves_what_another_thread_has_mapped(ep, monkeypatch, step):
     """On a GPU its kernels would end the process."""
+    # Another thread closes while this one has mapped its scratch memory.
     begin = Buffers.let_rounds_begin
     mapped = []
 
@@ -254,6 +255,7 @@ def test_close_leaves_what_another_thread_has_mapped(ep, monkeypatch, step):
             other.submit(ep.close).result()
         mapped.extend(places.mapped for places in ep.life.addresses._scratch.values())
 
+    # Both steps map it anew, `wake` from a sleep.
     ep.sleep()
     if step == "resume":
         ep.wake()
@@ -287,6 +289,7 @@ def test_a_resume_that_is_interrupted_keeps_no_move_to_itself(ep):
             ep.resume()
         if not interrupts.came:
             break
+        # If the group had formed, the caller has not learned where the experts are.
         changed = ep.generation != generation
         assert len(ep.resume()) == ranks.EXPERTS * changed
         lost += changed

@@ -85,6 +85,7 @@ def spin() -> None:
 def test_no_rank_that_lives_is_lost_on_a_busy_machine(host, cycles):
     """Two recoveries in each cycle: one rank dies, and a new one joins."""
     names = ranks.serve(host, ranks=3, copies=1)
+    # Four processes for each core compute meanwhile.
     busy = [context.Process(target=spin) for _ in range(4 * os.cpu_count())]
     try:
         for process in busy:

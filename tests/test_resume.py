@@ -105,8 +105,10 @@ def test_a_second_death_during_resume(host, how):
 def test_ranks_that_disagree_all_hear_of_it(host):
     alive = ranks.lose(host, ranks.serve(host, copies=3), 3)
     host.form(alive)
+    # The placement of four ranks, and the one without the dead one.
     old = ranks.spread(4, 3)
     new = ranks.spread(4, 3).without([3])
+    # What each rank passes, and what all of them hear.
     for placements, message in [
         ((new, new, ranks.spread(3, 1)), "the config of rank [012] differs from that of rank"),
         ((None, new, None), "the `placement` of rank [012] differs from that of rank"),
@@ -114,6 +116,7 @@ def test_ranks_that_disagree_all_hear_of_it(host):
     ]:
         for name, placement in zip(alive, placements, strict=True):
             host.start([name], ranks.resume, placement)
+        # All of them raise.
         for error in host.results(alive):
             assert re.match(f"ValueError: {message}", error), error
     host.do(alive, ranks.resume)
@@ -210,6 +213,7 @@ def test_a_group_grows_whose_experts_move(host):
     host.begin(ranks.moving(2))
     before = host.succeed([0, 1], ranks.table)[0]
     host.spawn(2)
+    # The new rank is rank 0. At first the former ones do not agree on lost experts.
     names = [2, 0, 1]
     for spread_lost in (True, False):
         host.form(names)

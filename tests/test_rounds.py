@@ -198,6 +198,7 @@ def test_every_stage_has_a_name_in_a_profile(ep):
         d = ep.dispatch_recv(ep.dispatch_send(*INPUTS))
         ep.combine_send(d.rows, d)
         ep.combine_recv(d)
+    # Each stage, whole and in its phases, has run once.
     counts = {
         event.key: event.count
         for event in profiled.key_averages()

@@ -51,6 +51,7 @@ def ep_over(rank: int, size: int) -> Iterator[Callable[..., ExpertParallel]]:
     made = []
 
     def make(ranks: int, kind: str = "plain", **options: object) -> ExpertParallel:
+        # All groups are made by all ranks. This rank has one of them.
         firsts = range(0, size, ranks)
         groups = [group_of(range(first, min(first + ranks, size))) for first in firsts]
         group = groups[rank // ranks]
@@ -181,12 +182,14 @@ def test_a_full_state_dict_loads_on_any_number_of_ranks(ep_over, size, ranks, ki
     layer = MoELayer.from_full(ep, **full(kind, seed=50))
     layer.load_full_state_dict(saved)
     assert_holds(layer, kind)
+    # One that somebody has made of tensors has no list of experts.
     by_hand = {key: value for key, value in saved.items() if "_extra_state" not in key}
     other = MoELayer.from_full(ep, **full(kind, seed=51))
     other.load_full_state_dict(by_hand)
     assert_holds(other, kind)
     alone = MoELayer.from_full(ep_over(1, kind), **full(kind, seed=50))
-    alone.load_state_dict(saved)  # that of a group of one rank
+    # To a group of one rank it is an ordinary state dict.
+    alone.load_state_dict(saved)
     assert_holds(alone, kind)
 
 
@@ -392,6 +395,7 @@ def test_the_state_dict_of_another_rank_is_refused(ep_over, rank, size):
     """
     ep = ep_over(size, placement={"num_redundant_experts": -E % size})
     layer = MoELayer.from_full(ep, **full())
+    # Each rank tries the state dicts of all ranks, and takes its own alone.
     for source, state in enumerate(of_all(layer.state_dict())):
         if source == rank:
             layer.load_state_dict(state)
@@ -416,6 +420,7 @@ def test_torchs_checkpoint_of_a_plain_state_dict_is_refused_when_it_is_loaded(
     other = MoELayer.from_full(ep, **full(seed=50))
     state = get_model_state_dict(other)
     dcp.load(state, checkpoint_id=folder / "saved")
+    # Only the rank whose values torch has saved can take them.
     refused = torch.zeros(size, dtype=torch.int32)
     try:
         set_model_state_dict(other, state)

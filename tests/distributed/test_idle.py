@@ -247,12 +247,14 @@ def test_a_forked_child_while_idle(service, rank, size):
         def fork(*_: object) -> None:
             children.append(os.fork())
 
+        # A signal handler forks in the middle of the wait.
         before = signal.signal(signal.SIGALRM, fork)
         try:
             with signalled(signal.SIGALRM):
                 play_in_the_parent(service, ep, children)
         finally:
             signal.signal(signal.SIGALRM, before)
+        # The child has ended as `play_in_the_parent` says.
         _, status = os.waitpid(children[0], 0)
         assert os.waitstatus_to_exitcode(status) == 7
     else:
@@ -286,6 +288,7 @@ def test_another_thread_while_idle(service, rank, size):
         def call() -> None:
             refuse_another_thread(lambda: ep.dispatch(*given(ep, service.tokens(ep))))
             seen.append((ep.health(wait=False).timeouts, repr(ep)))
+            # Now the others may come, and end the wait.
             dist.barrier()
 
         with meanwhile(call):
@@ -309,6 +312,7 @@ def test_a_thread_of_its_own_waits(service, rank, size):
             except BaseException as error:
                 errors.append(error)
 
+        # Once the thread has its turn, the main thread closes.
         thread = threading.Thread(target=wait)
         thread.start()
         while ep.exchange.thread == 0:

@@ -51,6 +51,7 @@ def make_round(rank: int, seed: int, T: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.fixture
 def make(make_ep, size) -> Callable[..., ExpertParallel]:
+    # A slot for each expert of a rank, and one that is free.
     S = -(-E // size) + (1 if size > 1 else 0)
 
     def build(
@@ -530,9 +531,11 @@ def test_apply_names_a_late_rank_and_goes_on_later(ep, slots, several, rank):
 
 
 def test_what_does_not_fit_is_refused(ep, slots, size):
+    # A table that the caller has is a copy.
     mine = ep.slots.fill_(EMPTY)
     one_slot = {"live": True, "slots_per_rank": 1}
     assert not torch.equal(mine, ep.slots), "a copy"
+    # Each call, and what its error says.
     for message, call in (
         ("`slots` must be integers", lambda: ep.replace(mine[:1], slots.of)),
         ("must hold every expert", lambda: ep.replace(mine, slots.of)),

@@ -231,6 +231,7 @@ def test_slabs_of_other_lengths_are_a_mismatch(make_ep, rank, padded, ranks_per_
     for _ in range(2):
         with pytest.raises(epmoe.EPMismatchError) as error, ep.at_most(padded[rank]):
             ep.dispatch(*given(ep, tokens))
+        # The error names both lengths, but where a rank has heard of it from its node alone.
         first, *_ = error.value.differing_ranks
         mine, theirs = error.value.differences.get("at_most", (padded[rank], padded[first]))
         assert (mine, theirs) == (padded[rank], padded[first])

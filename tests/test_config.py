@@ -42,9 +42,11 @@ def test_defaults():
     assert chosen == ("softmax", "linear", "auto")
     assert config.capacity.max_expert_rows is None
     assert config.num_physical_experts == 16
+    # Experts as most models have them.
     swiglu = {"interleaved": False, "limit": None, "alpha": 1.0, "up_offset": 0.0}
     assert config.experts.options == swiglu | {"batch_invariant": False}
     assert not config.experts.biases and not config.experts.weights_on_input
+    # A round gets its deadline, and the opening of a group five minutes at least.
     deadlines = [
         make(exchange={"timeout_s": seconds}).exchange.warmup_timeout_s for seconds in (9, 600)
     ]
@@ -265,6 +267,7 @@ def test_environment_overrides_the_file(tmp_path, monkeypatch):
     monkeypatch.setenv("EPMOE_ROUTING__RENORMALIZE", "true")
     monkeypatch.setenv("EPMOE_PLACEMENT__STRATEGY", "explicit")
     monkeypatch.setenv("EPMOE_PLACEMENT__ASSIGNMENT", str([0, 1] * 8))
+    # Variables without a section, which are of something else.
     for variable in (
         "EPMOE_CACHE",
         "EPMOE_CACHE_DIR",
@@ -423,6 +426,7 @@ def test_a_ready_configuration_loads(name):
         model.hidden_size,
     )
     assert shape == SHAPES[name]
+    # Those of a service have ranks without experts.
     placement = config.place_experts()
     holders = SERVICES.get(name, range(shape[0]))
     assert sorted(set(placement.owners)) == list(holders)

@@ -100,11 +100,13 @@ def test_a_killed_rank_is_named_at_once_while_idle(host):
     host.succeed([1], be_idle)
     host.start([*waiting, 3], play_until_an_error)
     wait_until_idle(host, [*waiting, 3])
+    # One that waits is killed, and all others that wait hear of it.
     host.signal(3, signal.SIGKILL)
     killed = time.monotonic()
     for missing, text, at in host.answers(waiting):
         assert missing == [3] and "process has ended" in text
         assert at - killed < AT_ONCE_S
+    # So does one that brings tokens only now.
     ((missing, text, _),) = host.succeed([0], play_until_an_error)
     assert missing == [3]
 
@@ -121,6 +123,7 @@ def test_sigterm_while_idle(host, handles):
     host.start([2], play_until_an_error)
     host.start([3], leave_by_a_signal if handles else play_until_an_error)
     wait_until_idle(host, HOLDING)
+    # A rank that handles the signal leaves the group. One that does not ends.
     host.signal(3, signal.SIGTERM)
     if handles:
         assert host.results([3]) == ["left by SystemExit"]

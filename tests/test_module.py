@@ -133,6 +133,7 @@ def test_given_experts_get_the_weights_of_the_layers_own_router(ep, backend):
     call = torch.compile(layer, backend=backend) if backend else layer
     y, routes = layer(x, return_routing=True)
     assert_close(call(x, routing=(routes.ids, None)), y.double())
+    # Gradients of the router by its own choice, and by the ids of that choice.
     with torch.inference_mode(False), torch.enable_grad():
         grads = [
             torch.autograd.grad(
@@ -288,6 +289,7 @@ def test_a_part_left_on_another_device(ep):
         "router_weight": epmoe.MoELayer(ep, router, make_experts(ep), bias=bias),
         "experts": make_layer(ep),
     }
+    # Each layer has another part that is not on the device of the group.
     layers["experts"].experts.to("meta")
     for part, layer in layers.items():
         with pytest.raises(

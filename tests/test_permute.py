@@ -17,6 +17,7 @@ def checked_permute(
     """Permutes into poisoned memory and compares every defined value with the reference."""
     with poisoned_memory():
         got = epmoe.permute(x, ids, expert_map, num_local_experts, **options)
+    # Everything but rows behind the last segment is defined.
     want = permute_reference(x, ids, expert_map, num_local_experts, **options)
     assert torch.equal(got.row_of_pair, want.row_of_pair)
     assert torch.equal(got.expert_offsets, want.expert_offsets)

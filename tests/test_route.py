@@ -134,6 +134,7 @@ def test_a_bias_in_sixteen_bits_is_added_in_fp32(device, dtype, scoring):
     gradients.
     """
     logits = clean_logits(60, 64).to(device)
+    # Numbers, any bits, and a bias with a stride.
     for bias in (
         randn(64, dtype=dtype, seed=1),
         random_bits(64, dtype=dtype, seed=2),
@@ -242,6 +243,7 @@ def test_ties_under_a_bias_go_to_the_lower_id(device, groups, top_groups, scale)
             "num_expert_groups": groups,
             "top_groups": top_groups,
         }
+        # At most as many experts as the best groups have.
         for K in (1, 2, 5, 8, 31):
             if E // groups * top_groups >= K:
                 assert_agrees(

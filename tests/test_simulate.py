@@ -76,22 +76,23 @@ def test_one_rank_is_hot():
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
 def test_adversarial_has_every_kind_of_bad_value(id_dtype):
     ids, weights = simulate_routing("adversarial", T, E, K, id_dtype=id_dtype)
+    # Ids that are no expert, and ids that come twice for a token.
     limits = torch.iinfo(id_dtype)
     for bad_id in (-1, E, limits.min, limits.max):
         assert (ids == bad_id).any()
     valid = (ids >= 0) & (ids < E)
     duplicates = (ids.sort(dim=1).values.diff(dim=1) == 0).any(dim=1)
     assert duplicates.any() and valid.any()
-    assert (
-        valid.all(dim=1) & ~duplicates & weights.isfinite().all(dim=1)
-    ).any()  # some rows are valid throughout
+    # Some rows are valid throughout.
+    assert (valid.all(dim=1) & ~duplicates & weights.isfinite().all(dim=1)).any()
     assert (
         weights.isnan().any()
         and weights.isposinf().any()
         and weights.isneginf().any()
         and (weights == 0).any()
     )
-    if id_dtype == torch.int64:  # ids that become valid when narrowed to 32 bits
+    # Ids that become valid when narrowed to 32 bits.
+    if id_dtype == torch.int64:
         narrowed = ids.to(torch.int32)
         assert (~valid & (narrowed >= 0) & (narrowed < E)).any()
 

@@ -77,6 +77,7 @@ def test_a_second_thread_in_a_call(ep, monkeypatch):
 
 def test_no_thread_gets_in_while_windows_go(ep, monkeypatch):
     """One that has asked for the exchange before `close`, and calls it afterwards."""
+    # Another thread tries at the moment at which windows are unmapped.
     exchange = ep.exchange
     unmap = Places.unmap
     refused = []

@@ -26,6 +26,7 @@ def routed(logits, top_k, grad=None, real=None, ids=None, **options):
         name.replace("routed_scaling_", "").replace("renormalize_", ""): options.get(name)
         for name in names
     }
+    # Forward and backward by route, and then the same ids in fp64.
     x = logits.clone().requires_grad_()
     wide = logits.double().cpu().requires_grad_()
     got = route(x, top_k, ids=ids, num_tokens=real, **options)
@@ -88,6 +89,7 @@ def test_route_compiled_and_in_a_checkpoint(dtype):
         assert ids.dtype == dtype
         return weights.square().sum() + route(logits, 2, ids=ids.flip(1), **options).weights.sum()
 
+    # The gradient of eager calls is that of compiled ones and of a checkpoint.
     (want,) = torch.autograd.grad(run(logits), logits)
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
     for call in (compiled, lambda x: checkpoint(run, x, use_reentrant=False)):

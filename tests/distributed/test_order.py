@@ -129,6 +129,7 @@ def test_a_replay_within_an_eager_round(make_stages, rank, size, device):
     """Rank 0 replays on another stream, between dispatch and combine of a call's round."""
     stages = make_stages()
     ep = stages.ep
+    # A round is open. Rank 0 replays a dispatch, where its combine is due.
     d = ep.dispatch(*given(ep, stages.tokens))
     torch.cuda.synchronize()
     if rank == 0:

@@ -78,10 +78,12 @@ def test_two_micro_batches_overlap(make_ep, rank, size):
         make_ep(top_k=2, hidden=64, max_tokens=24),
     ]
     for n in range(50):
+        # Each rank has other numbers of tokens, of 0 to 24.
         batches = [
             make_tokens(ep.config, rank, (7 * n * (rank + 1) + i) % 25, seed=2 * n + i, kind="zipf")
             for i, ep in enumerate(eps)
         ]
+        # Two nodes need one order on all ranks.
         turn = n if eps[0].config.topology.num_nodes > 1 else n + rank
         order = [0, 1] if turn % 2 else [1, 0]
         ys = overlapped([(eps[i], given(eps[i], batches[i])) for i in order])

@@ -80,6 +80,7 @@ def test_only_the_tokens_are_rounded(make_ep, rank, case):
     def run(exchange: TrainingExchange, given: torch.Tensor):
         given = given.clone().requires_grad_()
         w = weights.clone().requires_grad_()
+        # Forward and backward, into poisoned memory.
         with poisoned_memory():
             routed = exchange.dispatch(
                 given,

@@ -52,6 +52,7 @@ def train(model: Model, ep: ExpertParallel, averages: bool) -> dict[str, Tensor]
         x = tokens(step, ep.rank).to(ep.device)
         optimiser.zero_grad()
         (model(x) - x).square().mean().backward()
+        # Gradients of experts are sums over all ranks already.
         for parameter in model.parameters() if averages else ():
             if not is_spread(parameter):
                 dist.all_reduce(parameter.grad)
@@ -97,6 +98,7 @@ def test_operations_in_place_on_the_y_of_a_sharded_layer(make_ep, shape):
         randn(E, D, D, seed=3) / D**0.5,
     )
     layer = fully_shard(MoELayer.from_full(ep, *weights))
+    # All gradients, of an addition to y and of one in place.
     found = []
     for add in (torch.Tensor.add, torch.Tensor.add_):
         x = randn(*shape, seed=ep.rank).to(ep.device).requires_grad_()

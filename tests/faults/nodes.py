@@ -72,6 +72,7 @@ class Nodes:
         goes on alone.
         """
         others = [rank for rank in range(RANKS) if rank != victim]
+        # The rank dies while all play.
         self._play(ranks.watch)
         self.host.signal(victim, signal.SIGKILL)
         seen = self.host.answers(others)

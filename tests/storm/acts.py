@@ -195,6 +195,7 @@ class Act:
         `meanwhile` is called with the usual time of the call, while it runs.
         """
         names = self.names if names is None else names
+        # A signal may hit one of them, at a moment within the usual time of the call.
         what = function.__name__
         one = self.signals.victim(what, names) if signalled else None
         for name in names:
@@ -203,6 +204,7 @@ class Act:
         self.totals.counts["signals"] += one is not None
         if meanwhile is not None:
             meanwhile(self.usual_s(what))
+        # Those that have died meanwhile do not answer.
         living = [name for name in names if name not in self.dead]
         return self.outcomes(what, living)
 
@@ -218,12 +220,15 @@ class Act:
         self.totals.waited(what, outcome.seconds)
         if outcome.ended.startswith(self.wrong):
             self.totals.counts["wrong"] += 1
+        # Wrong outputs and errors that nobody raises on purpose.
         bad = outcome.ended.startswith((self.wrong, "AssertionError", "KeyError", "AttributeError"))
         assert not bad, f"{what} of process {name}: {outcome.ended}"
+        # A rank that lives must not be given up, nor wait for long.
         given_up = "without this rank" in outcome.ended
         assert not given_up, f"{what}: process {name} lives and was given up: {outcome.ended}"
         late = outcome.seconds > self.limit_s
         assert not late, f"{what} of process {name} took {outcome.seconds:.1f} s: {outcome.ended}"
+        # A call that nothing has disturbed says how long such calls take.
         if not outcome.hit and outcome.ended == WHOLE:
             usual_s = self._usual_s.get(what, outcome.seconds)
             self._usual_s[what] = 0.8 * usual_s + 0.2 * outcome.seconds

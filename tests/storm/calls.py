@@ -98,6 +98,7 @@ class Handler:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _call_at_place(self, place: Place, function: Callable[[], Any]) -> Any:
+        # Count the calls within the files of the place, and raise behind the last of its steps.
         self._armed = True
         left = place.steps
 

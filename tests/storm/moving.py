@@ -115,9 +115,11 @@ class Moving(Act):
         if len(self.names) == 1:
             self.slots = E
         self.in_order()
+        # Rounds of all, which are right.
         outcomes = self.all_call(play, signalled=False)
         assert all_whole(outcomes), f"rounds: {ended(outcomes)}"
         self.totals.counts["rounds"] += len(outcomes)
+        # Each process has captured once for each number of slots that it has had.
         self.captured |= {(name, self.slots) for name in self.names}
         made = [len(one) for one in self.host.do(self.names, ranks.captures)]
         want = [sum(name == one for one, _ in self.captured) for name in self.names]
@@ -151,6 +153,7 @@ class Moving(Act):
         stopping = self.in_a_while(stop)
         self._named(victim, self.all_call(play_on, signalled=False, meanwhile=stopping))
         self.recover()
+        # It comes back, is told that its round has failed, and ends.
         self.host.signal(victim, signal.SIGCONT)
         told = self.host.results([victim])[0]
         assert "EPTimeoutError" in told.ended, f"the rank that had stopped: {told.ended}"

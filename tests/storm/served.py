@@ -273,6 +273,7 @@ def play(state, rounds: int, ticks: bool, adapters: dict[int, int], seed: int) -
         if ticks:
             flips += state.receiver.tick()
             state.version = state.receiver.version
+        # Tokens take the numbers of adapters in turn, from −1 on, which means none.
         x = randn(TOKENS, D, seed=1000 * seed + 10 * n + rank)
         numbers = torch.arange(TOKENS).roll(n + rank) % (NUMBERS + 2) - 1
         y = state.model(x, numbers)
@@ -299,6 +300,7 @@ def create_trainer(state, folder: Path, keep: int) -> None:
 @torch.no_grad()
 def send(state, version: int, full: bool) -> str:
     """Send a version, or try to where the disk is full. Returns the error."""
+    # A step of the trainer, whose weights become those of the version.
     held = state.ep.logical_experts()
     dense = {}
     for i, layer in enumerate(state.model.layers):
@@ -306,6 +308,7 @@ def send(state, version: int, full: bool) -> str:
         local_view(layer.experts.w_gate_up).copy_(gate_up[held])
         local_view(layer.experts.w_down).copy_(down[held])
         dense[f"router.{i}"] = router
+    # A limit on the size of files stands for a full disk.
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if full:
         resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_BYTES, limits[1]))
@@ -368,10 +371,12 @@ class Served(Act):
         sent = True
         for name in self.trainers:
             told = self.host.do([name], send, self.last, name == full)[0]
+            # It may hear first that another rank could not send an earlier version.
             if "could not send" in told:
                 assert self.untold[name], f"{told}, of which it has heard"
                 self.untold[name] -= 1
                 told = self.host.do([name], send, self.last, name == full)[0]
+            # On a full disk it says so, and the others will hear of it.
             if name == full:
                 assert "does not fit" in told, told
                 sent = False
@@ -387,9 +392,11 @@ class Served(Act):
         """A version in which a signal comes, which may be whole, and a larger one then."""
         self.last += 1
         self.all_call(send, self.last, False, again=of_none, names=self.trainers)
+        # The version is whole, or the one before is still there.
         newest = newest_version(self.folder / "versions")
         assert newest in (self.whole, self.last), f"of {self.whole} there is {newest}"
         self.whole = newest
+        # The next one is whole, once all have heard of those that are not.
         self.last += 1
         for name in self.trainers:
             told = self.host.do([name], send, self.last, False)[0]
@@ -405,10 +412,12 @@ class Served(Act):
         self.last += 1
         self.host.start(self.trainers, send, self.last, False)
         time.sleep(self.draw.uniform(0.0, 0.02))
+        # One of the ranks dies, or both.
         victims = self.draw.sample(self.trainers, self.draw.randint(1, TRAINERS))
         for name in victims:
             self.kill(name)
         alive = [name for name in self.trainers if name not in victims]
+        # Another trainer takes the folder, with what is whole in it.
         self.host.results(alive)
         self.begin_trainer()
         newest = newest_version(self.folder / "versions")
@@ -449,9 +458,11 @@ class Served(Act):
 
     def receive(self) -> None:
         """A new receiver on all ranks, which serve one version then, or are told."""
+        # Where a signal has come, all call once more.
         outcomes = self.all_call(receive)
         if any(outcome.hit for outcome in outcomes.values()) and not all_whole(outcomes):
             outcomes = self.all_call(receive, signalled=False)
+        # Ranks whose weights differ are all told, and only where no version is whole.
         if not all_whole(outcomes):
             errors = [outcome.ended for outcome in outcomes.values()]
             told = all("ranks serve different weights" in error for error in errors)

@@ -92,6 +92,7 @@ def main(case: str, store: str) -> None:
         HookRegistry.register(WATCHDOG, lambda _: None, HookType.REPLACE)
         HookRegistry.register(AGREEMENT, alone, HookType.AROUND)
         HookRegistry.apply_hooks()
+    # Two schedulers of SGLang, each in a process of its own.
     schedulers.Scheduler = lambda _, ports: Scheduler(case, ports)
     settings = get_context().override_server_args(device="cpu", tp_size=1).install()
     fork = multiprocessing.get_context("fork")
@@ -104,10 +105,12 @@ def main(case: str, store: str) -> None:
         )
         ranks[-1].start()
         assert reader.recv()["status"] == "ready"
+    # What SGLang's server does where one of them ends.
     watchdog = SubprocessWatchdog(ranks, ["scheduler_0", "scheduler_1"])
     watchdog.start()
     server = SimpleNamespace(_subprocess_watchdog=watchdog, dump_requests_before_crash=lambda: None)
     signal.signal(signal.SIGQUIT, SignalHandler(server).running_phase_sigquit_handler)
+    # One of them raises, or is killed.
     print("pids", os.getpid(), *(rank.pid for rank in ranks), flush=True)
     time.sleep(BEFORE_S)
     if case != "raises":

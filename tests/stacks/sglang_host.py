@@ -129,6 +129,7 @@ def start(**more: Any) -> None:
     its processes.
     """
     rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    # The options of the command, and the groups of the processes.
     options = {
         "tp_size": size,
         "ep_size": size,
@@ -147,6 +148,7 @@ def start(**more: Any) -> None:
     init_distributed_environment(size, rank, "env://", local, backend)
     initialize_model_parallel(backend)
     initialize_moe_config()
+    # Kernels in place of those that only GPUs have.
     deep_gemm_wrapper.grouped_gemm_nt_bf16_contig = _grouped_gemm
     deep_gemm_wrapper.grouped_gemm_nt_f8f8bf16_contig = _grouped_gemm_fp8
     if not CUDA:  # whose driver pins its memory
@@ -191,9 +193,10 @@ def make_layer(
             )
     finally:
         torch.set_default_dtype(default)
+    # On a CPU SGLang has another runner for bf16. Take that of GPUs.
     forward = getattr(layer.quant_method, "forward_cuda", None)
     if forward:
-        layer.quant_method._forward_method = forward  # on a CPU SGLang has another runner for bf16
+        layer.quant_method._forward_method = forward
     return layer if CUDA else layer.to_empty(device="cpu")
 
 

@@ -257,6 +257,7 @@ def test_a_fork_and_a_sleeper_are_refused() -> None:
     comm = make(EpmoeConfig({"timeout_s": 63}))
     mine = host.tokens(dist.get_rank(), 3)
     assert_close(run(comm, *mine), moe_reference(*mine, host.weights()))
+    # A fork is told so.
     child = os.fork()
     if child == 0:
         try:
@@ -265,6 +266,7 @@ def test_a_fork_and_a_sleeper_are_refused() -> None:
             os._exit(0 if "fork" in str(error) else 1)
         os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
+    # So is a rank whose group sleeps. The round after it is whole.
     ep = comm._windows.ep
     ep.sleep()
     with pytest.raises(RuntimeError, match="sleeps: call `wake`"):
@@ -406,6 +408,7 @@ def test_a_round_without_a_combine_is_given_up(comm: EpmoeCommunication) -> None
 
 def test_what_is_refused(comm: EpmoeCommunication) -> None:
     x_TD, ids_TK, weights_TK = host.tokens(dist.get_rank(), 3)
+    # What is known when a communicator is made,
     refused = [
         (lambda: make(dispatch_format=QuantFormat.NVFP4), "got the dispatch format NVFP4"),
         (lambda: make(EpmoeConfig({"payload": "fp8"})), "`payload` follows from"),
@@ -414,6 +417,7 @@ def test_what_is_refused(comm: EpmoeCommunication) -> None:
     for call, said in refused:
         with pytest.raises(ValueError, match=said):
             call()
+    # and what only a dispatch knows.
     for options, said in (
         ({"eplb_local_stats": torch.zeros(E)}, "epmoe gathers no statistics"),
         ({"runtime_max_tokens_per_rank": 2}, "3 tokens on this rank"),

@@ -268,6 +268,7 @@ def test_two_micro_batches_are_in_flight(ep: int | None) -> None:
                 torch.randn(tokens, B, D, generator=generator).to(DEVICE)
                 for tokens in (S, S - 4, S)
             ]
+            # Each forward pass, and then the backward pass of the batch before.
             outputs = [layer(batches[0])[0]]
             for before, batch in itertools.pairwise(batches):
                 outputs.append(layer(batch)[0])
@@ -289,9 +290,11 @@ def test_routes_of_megatron_are_replayed() -> None:
         for ours in (False, True):
             layer = layer_of(config, ours)
             replay = layer.router.router_replay
+            # Record the routes of a step.
             replay.set_router_replay_action(actions.RECORD)
             step(layer)
             routes = replay.get_recorded_indices().clone()
+            # Replay them with a router that would choose others.
             with torch.no_grad():
                 layer.router.weight.neg_()
             replay.set_target_indices(routes)
@@ -309,10 +312,12 @@ def test_a_checkpoint_of_megatron(saves: bool, tmp_path_factory: pytest.TempPath
     """
     folder = [str(tmp_path_factory.mktemp("checkpoint"))]
     dist.broadcast_object_list(folder)
+    # One kind of layer saves over all ranks.
     with parallel() as sizes:
         layer = layer_of(config_of(sizes), saves)
         want = step(layer)
         dist_checkpointing.save(layer.sharded_state_dict("layer."), folder[0])
+    # The other kind loads over two, and its step is the same.
     with parallel(ep=2) as sizes:
         other = layer_of(config_of(sizes), not saves)
         state = other.sharded_state_dict("layer.")

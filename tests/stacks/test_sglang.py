@@ -172,6 +172,7 @@ def test_nothing_reads_what_lies_between_segments(
     def poisoned(**arguments: Any) -> Any:
         output = dispatch(**arguments)
         d = dispatcher._round
+        # Rows that lie in no segment.
         rows = torch.arange(len(d.rows), device=DEVICE)[:, None]
         gaps = ~(
             (d.expert_offsets[:-1] <= rows) & (rows < output.psum_num_recv_tokens_per_expert)
@@ -381,6 +382,7 @@ def test_one_rank_fails_alone(own_experts: None, where: str) -> None:
     core = layer.quant_method.runner.runner_core
     config = layer.moe_runner_config
 
+    # Rank 1 brings too many tokens, asks for LoRA, or combines rows of another layout.
     def fails() -> None:
         if where == "dispatch":
             many = [tensor.to(DEVICE) for tensor in _tokens(1, M + 1)]

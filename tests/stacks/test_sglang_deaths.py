@@ -75,6 +75,7 @@ def test_a_rank_dies_in_the_middle_of_a_move() -> None:
         timeout=TIMEOUT_S,
         check=False,
     )
+    # It prints who died, and what the other one says.
     found = re.search(
         r"in the middle of a move dies rank (\d)\n(?:.*\n)*the other one says: (.*)\n", done.stdout
     )

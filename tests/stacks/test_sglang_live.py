@@ -68,6 +68,7 @@ def test_experts_move_while_prompts_drift(
     """
     caplog.set_level(logging.INFO, "epmoe")
     for first in live.PHASES:
+        # In the first half of a phase the experts move, and in the second one loads are even.
         for half in range(2):
             before = rows([still, moving])
             for step in range(STEPS):

@@ -241,10 +241,12 @@ def test_experts_move_while_prompts_drift(models: Path, tmp_path: Path) -> None:
         printed = run(*launcher, str(models / "qwen3"), str(tmp_path / name), json.dumps(choice))
         assert ("epmoe moves" in printed) == (name == "live")
         ranks[name] = [json.loads((tmp_path / f"{name}.{rank}").read_text()) for rank in range(2)]
+    # The tokens are the same.
     still = ranks["still"]
     moving = ranks["live"]
     assert [rank["tokens"] for rank in moving] == [rank["tokens"] for rank in still]
     assert all(rank["moved"] for rank in moving)
+    # The load of the busier of two ranks, by phase.
     busiest = {
         name: [
             2 * max(rows) / sum(rows) for rows in zip(*(rank["rows"] for rank in each), strict=True)
@@ -253,6 +255,7 @@ def test_experts_move_while_prompts_drift(models: Path, tmp_path: Path) -> None:
     }
     print("busiest rank over the mean, by phase:", busiest)
     assert max(busiest["still"]) > 1.15 and max(busiest["live"]) < 1.05
+    # What a tick costs beside a step.
     for rank in moving:
         tick_s = median(rank["ticks_s"])
         step_s = median(rank["steps_s"])

@@ -232,6 +232,7 @@ def test_versions_are_refused_while_windows_sleep_and_in_a_fork(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The memory of the weights sleeps, too; and a fork has none of the group's threads."""
+    # vLLM's engine of versions, for a group of one.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group = SimpleNamespace(cpu_group=dist.group.WORLD)
     monkeypatch.setattr(versions, "get_ep_group", lambda: group)
@@ -244,9 +245,11 @@ def test_versions_are_refused_while_windows_sleep_and_in_a_fork(
             ep.sleep()
             with pytest.raises(ValueError, match="the weights sleep: wake them up"):
                 engine.receive_weights(versions.VersionInfo(1))
+            # Awake, it waits for the version.
             ep.wake()
             with pytest.raises(TimeoutError, match="version 1 of the weights did not come"):
                 engine.receive_weights(versions.VersionInfo(1, timeout_s=0.01))
+        # In another process it refuses.
         monkeypatch.setattr(os, "getpid", lambda: -1)
         with pytest.raises(ValueError, match="belongs to process"):
             engine.receive_weights(versions.VersionInfo(1))
@@ -257,6 +260,7 @@ def test_versions_are_refused_while_windows_sleep_and_in_a_fork(
 
 def test_the_exchange_asks_for_no_weight_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as `w13_weight`, which vLLM's methods for 4 bits call otherwise."""
+    # A layer with the fields that an exchange reads, and no weights.
     moe = SimpleNamespace(
         num_experts=4,
         experts_per_token=2,

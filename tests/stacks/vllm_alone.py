@@ -55,6 +55,7 @@ def record(model: Any, calls: list[list[Tensor]]) -> Any:
 
 
 def as_trained(layer: Any, calls: list[list[Tensor]], ranks: int) -> list[bool]:
+    # A layer that trains, with the weights of vLLM's.
     moe = layer.moe_config
     weights = [layer.w13_weight.data.clone(), layer.w2_weight.data.clone()]
     E = moe.num_experts
@@ -69,6 +70,7 @@ def as_trained(layer: Any, calls: list[list[Tensor]], ranks: int) -> list[bool]:
     with epmoe.ExpertParallel(config, device="cpu") as ep:
         experts = epmoe.GroupedExperts(*weights, batch_invariant=True)
         trains = epmoe.MoELayer(ep, torch.zeros(E, D), experts)
+        # It computes each call again, with the routes of the call.
         x, ids, routing_weights, y = zip(
             *([tensor.clone() for tensor in call] for call in calls), strict=True
         )

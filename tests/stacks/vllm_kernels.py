@@ -141,6 +141,7 @@ class Layer:
         self.weights = weights
         self.slack = 1
         self.gemm = "triton"
+        # vLLM's own experts, or ours where the layout is that of a layer.
         experts: FusedMoEExpertsModular = TritonExperts(config, weights.quant_config())
         if isinstance(exchange, EpmoePrepareAndFinalize) and exchange.layout == "layer":
             scales = {"gate_up_scales": weights.w1_scale, "down_scales": weights.w2_scale}
@@ -149,6 +150,7 @@ class Layer:
             self.gemm = ours.gemm
             experts = EpmoeExperts(config, ours, exchange)
         self.kernel = FusedMoEKernel(exchange or MoEPrepareAndFinalizeNoDPEPModular(), experts)
+        # Numbers of this rank's experts, and −1 of those that are elsewhere.
         self.expert_map = None
         if config.ep_size > 1:
             e = config.num_local_experts
@@ -215,6 +217,7 @@ def plain(
         ]
         return w.float() * each
 
+    # The weights in fp32, and then one token after the other.
     w1 = whole(weights.w1, weights.w1_scale)
     w2 = whole(weights.w2, weights.w2_scale)
     y = torch.zeros(x.shape, device=x.device)

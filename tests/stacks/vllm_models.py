@@ -79,6 +79,7 @@ def deepseek() -> PreTrainedModel:
         scoring_func="sigmoid",
     )
     model = DeepseekV3ForCausalLM(config)
+    # A new model has a bias of zeros, which nobody would miss.
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.normal_(std=0.1)

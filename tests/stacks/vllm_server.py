@@ -84,6 +84,7 @@ class Server:
         choice = {"layout": "layer", "metrics_port": self.metrics_port} | (
             {"live": live} if live else {}
         )
+        # The command as a user types it.
         additional = json.dumps({"epmoe": choice})
         path = [*filter(None, [os.environ.get("PYTHONPATH")]), str(_named_vllm(model.parent))]
         serve = [
@@ -111,6 +112,7 @@ class Server:
             text=True,
             start_new_session=True,
         )
+        # A thread keeps what it prints.
         self.log = list[str]()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

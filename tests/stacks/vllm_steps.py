@@ -62,6 +62,7 @@ def run(model: str, rank: int) -> list[Step]:
     balancing = sizes.balancing
     step = engine.llm_engine.step
     assert live is not None
+    # Measure each step and its tick. Every second window of steps has no ticks.
     tick = balancing.poll
     steps = list[Step]()
     ticked = [0.0, 0.0]
@@ -106,6 +107,7 @@ def ratio(steps: list[Step], name: str, of: Any) -> str:
         with_ticks, without = (of([value for pair in chosen for value in pair[i]]) for i in (0, 1))
         return with_ticks / without
 
+    # Draw the pairs again and again, with repetitions.
     draw = random.Random(7)
     drawn = sorted(of_pairs(draw.choices(pairs, k=len(pairs))) for _ in range(1000))
     with_ticks, without = (of([value for pair in pairs for value in pair[i]]) for i in (0, 1))
@@ -127,6 +129,7 @@ def summary(steps: list[Step]) -> str:
         for name in ("wall", "cpu")
         for what, of in (("median", median), ("99th percentile", last_percent))
     ]
+    # What ticks take, by what the experts do meanwhile.
     kinds = {
         "all": ticks,
         "while nothing moves": [s for s in ticks if not s.moves],

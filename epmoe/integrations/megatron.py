@@ -18,17 +18,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from epmoe.exchange.handles import RoundShape
+from epmoe.group.errors import EPStateError
+from epmoe.integrations.entered import Entered
 from epmoe.integrations.session import TRAINING_DEADLINES, Session, make_config
 from epmoe.native.package import __version__
 from epmoe.service import ExpertParallel
@@ -49,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 # The environment variable that users set where a later batch is longer than the first one.
 _LIMIT = "EPMOE_CAPACITY__MAX_NUM_TOKENS_PER_RANK"
+# Megatron's experts multiply their outputs by the probabilities that come with the rows.
+_WEIGHTS_ON: Literal["rows"] = "rows"
 # Settings of Megatron's config that must be off, and why.
 _REFUSED = {
     "moe_pad_expert_input_to_capacity": (
@@ -143,24 +146,37 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
         self._routed: Routed | None = None
         self._tag = 0
 
-    @contextmanager
-    def taking_part(self, hidden_states: Tensor) -> Iterator[None]:
-        """Run the forward pass of `hidden_states` [S, B, H] within this context.
+    def enter(self, hidden_states: Tensor) -> Entered:
+        """Come to the round of a forward pass of `hidden_states` [S, B, H]. After an exception the
+        caller calls `give_up`.
 
-        If the block raises, this rank gives the round of the pass up, so that the other ranks learn
-        of it. Raises ValueError if the windows have no room for the tokens.
+        The first pass opens the windows, and is collective. Raises ValueError if they have no room
+        for the tokens.
         """
         # With `moe_latent_size` the experts' rows are shorter than the model's.
         H = getattr(self.config, "moe_latent_size", None) or hidden_states.shape[-1]
         T = hidden_states.shape[:-1].numel()
-        exchange = self._open(hidden_states, H)
-        max_tokens = exchange.ep.config.capacity.max_num_tokens_per_rank
-        shape = functools.partial(RoundShape.of, exchange.ep.config, hidden_states.dtype)
-        with exchange.giving_up(self._tag, weights_on="combine", shape=shape):
-            # Refuse the batch in here, so that the other ranks learn of it.
-            if max_tokens < T:
-                raise ValueError(f"{T} tokens on this rank: set {_LIMIT}, now {max_tokens}, to {T}")
-            yield
+        ep = self._open(hidden_states, H).ep
+        max_tokens = ep.config.capacity.max_num_tokens_per_rank
+        if max_tokens < T:
+            raise ValueError(f"{T} tokens on this rank: set {_LIMIT}, now {max_tokens}, to {T}")
+        return Entered.of(ep)
+
+    def give_up(self, entered: Entered | None, hidden_states: Tensor) -> None:
+        """After an exception in a forward pass: close its round, or take part in the one that the
+        others come to, without tokens. They learn that this rank did.
+
+        `entered` is what `enter` has returned; None if it has not.
+        """
+        training = self._exchange
+        # The windows are not open yet.
+        if training is None:
+            return
+        shape = partial(RoundShape.of, training.ep.config, hidden_states.dtype)
+        # Closed windows have no rounds.
+        with suppress(EPStateError):
+            entered = entered or Entered.of(training.ep)
+            training.give_up(entered.exchange, entered.rounds_before, self._tag, _WEIGHTS_ON, shape)
 
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
@@ -210,7 +226,7 @@ class EpmoeTokenDispatcher(MoETokenDispatcher):
             raise RuntimeError("`token_dispatch` without a `dispatch_preprocess` before")
         self._order_shared_experts()
         self._routed = self._exchange.dispatch(
-            hidden_states, self.ids, probs, weights_on="rows", tag=self._tag
+            hidden_states, self.ids, probs, weights_on=_WEIGHTS_ON, tag=self._tag
         )
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(self._routed.rows)
@@ -315,8 +331,18 @@ class EpmoeMoELayer(MoELayer):
         """Run the forward pass of Megatron's MoELayer. The forward and the backward pass are
         collective. Raises the errors of the exchange.
         """
-        with self.token_dispatcher.taking_part(hidden_states):
+        # A compiler that traces this code runs no round, so there is none to give up.
+        if torch.compiler.is_compiling():
             return super().forward(hidden_states, *args, **kwargs)
+        dispatcher = self.token_dispatcher
+        entered: Entered | None = None
+        # Not a context manager: a signal handler may raise behind the end of one, too.
+        try:
+            entered = dispatcher.enter(hidden_states)
+            return super().forward(hidden_states, *args, **kwargs)
+        except BaseException:
+            dispatcher.give_up(entered, hidden_states)
+            raise
 
 
 def close() -> None:

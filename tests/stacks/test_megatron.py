@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -49,6 +49,7 @@ else:
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
 
+from interrupted_steps import steps_until_whole  # noqa: E402
 from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
@@ -60,6 +61,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 from epmoe.integrations import megatron  # noqa: E402
 from epmoe.integrations.megatron import EpmoeMoELayer, exchanged  # noqa: E402
+from epmoe.training import exchange  # noqa: E402
 
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # 0.16 reads it without TransformerEngine, too
@@ -74,6 +76,8 @@ if not ON_GPUS:
     megatron_random._set_cuda_rng_state = lambda *_, **__: None
     token_dispatcher.maybe_move_tensor_to_cpu = _on_host
 
+# In the seat, and in its context managers.
+FILES = {module.__file__ for module in (contextlib, exchange, megatron)}
 D = 64
 WIDTH = 96
 E = 8
@@ -389,6 +393,36 @@ def test_more_tokens_than_the_windows_hold() -> None:
             layer(torch.randn(S + 1, B, D, device=DEVICE))
         for name, tensor in step(layer).items():
             assert torch.equal(tensor, want[name]), name
+
+
+def test_a_handler_raises_at_any_place_of_a_forward_pass() -> None:
+    """Whatever raises on one rank, the others have their sums or hear of it, and all go on."""
+    with parallel() as sizes:
+        layer = layer_of(config_of(sizes), True)
+        want = step(layer)
+        x = torch.randn(S, B, D, device=DEVICE)
+        dispatcher = layer.token_dispatcher
+        find = dispatcher._open
+
+        def forward(begun: Callable[[], None]) -> None:
+            # From where the pass has found its exchange.
+            def begin(*arguments: Any) -> Any:
+                dispatcher._open = find
+                exchange = find(*arguments)
+                begun()
+                return exchange
+
+            dispatcher._open = begin
+            layer(x)
+
+        outcomes = set[str]()
+        for found in steps_until_whole(dist.get_rank(), forward, files=FILES):
+            others = {outcome for rank, outcome in enumerate(found) if rank != 1}
+            assert len(others) == 1, found
+            outcomes |= others
+            for name, tensor in step(layer).items():
+                assert torch.equal(tensor, want[name]), name
+        assert outcomes == {"EPAbortedError", "whole"}
 
 
 @pytest.mark.parametrize(

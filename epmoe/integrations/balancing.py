@@ -43,7 +43,7 @@ def section_with_slots(
     `first` says. The remaining slots of a rank start empty. Collective.
 
     The section names a file that says which expert is in which slot. All ranks name the same file,
-    which exists until the end of the context.
+    which exists until the end of the context. If rank 0 cannot write it, all ranks raise.
     """
     # [R, S]: the expert in each of the S slots of each of the R ranks.
     slots_RS = torch.full((first.ep_size, live["slots_per_rank"]), EMPTY, dtype=torch.int32)
@@ -52,10 +52,12 @@ def section_with_slots(
         slots_S[: len(experts)] = torch.tensor(experts)
     with TemporaryDirectory(prefix="epmoe") as folder:
         path = f"{folder}/slots.json"
-        if group.rank() == 0:
-            write_slots(path, slots_RS.flatten().expand(layers, -1))
-        # All ranks read the file that rank 0 has written.
-        path = Peers.of(group).all_gather(path)[0]
+        peers = Peers.of(group)
+        with peers.together():
+            if peers.rank == 0:
+                write_slots(path, slots_RS.flatten().expand(layers, -1))
+            # All ranks read the file that rank 0 has written.
+            path = peers.all_gather(path)[0]
         yield section_of(live, layers, slots=path)
 
 

@@ -18,6 +18,7 @@ from waits import AT_ONCE_S
 
 from epmoe import Balancer, EPStateError, ExpertParallel, MoELayer, Placement, balance, route
 from epmoe.config.deadlines import Deadlines
+from epmoe.integrations import balancing
 from epmoe.live import balancer as balancer_module
 from epmoe.live import experts, moves
 from epmoe.live.balance import Plan, fresh
@@ -513,3 +514,24 @@ def test_a_balancer_refuses_what_does_not_fit(ep):
 def test_a_balancer_needs_experts_that_move(make_ep):
     with pytest.raises(EPStateError, match="`placement.live` is not set"):
         Balancer(make_ep())
+
+
+def test_slots_that_rank_0_cannot_write(rank, size, monkeypatch):
+    """As in a framework whose experts move: the other ranks do not wait for the file."""
+
+    def fail(*_: object) -> None:
+        raise OSError("no space left")
+
+    live = {"slots_per_rank": 4}
+    first = Placement.build(3 * size, size)
+    with monkeypatch.context() as patch:
+        patch.setattr(balancing, "write_slots", fail)
+        said = "^no space left$" if rank == 0 else "^rank 0: OSError: no space left$"
+        with (
+            pytest.raises(OSError if rank == 0 else RuntimeError, match=said),
+            balancing.section_with_slots(live, first, 2, dist.group.WORLD),
+        ):
+            pass
+    with balancing.section_with_slots(live, first, 2, dist.group.WORLD) as section:
+        assert len(set(of_all(section["slots"]))) == 1
+        dist.barrier()

@@ -73,6 +73,8 @@ class NodeExchange(Exchange):
         addresses: where scratch is reserved, as the window is.
         seats: the seats of the group, of which some may have no rank.
         lobby: where ranks wait for a round to begin; None with `exchange.idle: timeout`.
+        check_weights: that of `Templates`. In a node of several it does nothing, since the exchange
+            over the nodes checks.
 
     Attributes:
         memory: the window and the scratch, in the order in which the operators take them.
@@ -92,6 +94,7 @@ class NodeExchange(Exchange):
         addresses: Addresses,
         seats: Seats,
         lobby: Lobby | None = None,
+        check_weights: Callable[[], object] = lambda: None,
     ) -> None:
         self.config = config
         self.plan = plan
@@ -148,7 +151,14 @@ class NodeExchange(Exchange):
             plan, words, self.buffers.window_starts, self.deadlines, zero_gaps
         )
         self.templates = Templates(
-            config, self.device, self.views, rounds, self.rank, plan.sizes, self.descriptors
+            config,
+            self.device,
+            self.views,
+            rounds,
+            self.rank,
+            plan.sizes,
+            self.descriptors,
+            check_weights,
         )
 
         # With a lobby, this rank may owe the other ranks a round: it has given the round up before

@@ -46,6 +46,8 @@ class Templates:
         rank: this rank.
         sizes: the sizes of the memory plan.
         descriptors: makes the descriptors of rounds; None over several nodes.
+        check_weights: raises EPStateError as long as ranks have different weights, so that no round
+            may begin.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Templates:
         rank: int,
         sizes: dict[str, int],
         descriptors: Descriptors | None,
+        check_weights: Callable[[], object],
     ) -> None:
         # What `_new` needs to make a template.
         self._config = config
@@ -74,15 +77,13 @@ class Templates:
         if config.placement.live:
             self._first_tag = 1
             self._last_tag = config.placement.layers
+        self._check_weights = check_weights
         # What `of` compares calls with.
         self._payload = WIRE_FORMATS[config.exchange.payload]
         self._element = self._payload.element
         self._block = self._payload.block
         self._max_tokens = config.capacity.max_num_tokens_per_rank
         self._templates: dict[tuple[object, ...], RoundTemplate] = {}
-        # It raises EPStateError as long as no round may begin. `of` calls it only for a shape
-        # without a template. That is enough: templates are made once rounds may begin.
-        self.check_weights: Callable[[], object] = lambda: None
 
     def of(self, call: Call) -> tuple[RoundTemplate, int]:
         """Check a call. Returns the template of its shape, and the number of its tokens.
@@ -134,8 +135,9 @@ class Templates:
 
         # This is the first call of its shape, or an argument does not fit. `_check` raises for any
         # argument that is wrong. Behind it the key is complete, since a right call raises nothing
-        # above.
-        self.check_weights()
+        # above. Whether the ranks have the same weights is asked here only, which is enough:
+        # templates are made once rounds may begin.
+        self._check_weights()
         _check(self._config, self._device, call)
         template = self._new(RoundShape(*key))
         self._templates[key] = template

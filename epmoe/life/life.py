@@ -385,7 +385,12 @@ class Life:
                 member = terms.member
                 with torch.inference_mode(False):
                     exchange = open_exchange(
-                        member.config, request.peers, member.seats, self.addresses, agreed.name
+                        member.config,
+                        request.peers,
+                        member.seats,
+                        self.addresses,
+                        agreed.name,
+                        self.versions.check,
                     )
                     joined = _Joined(terms, exchange, keeps_weights)
         except BaseException:
@@ -422,7 +427,6 @@ class Life:
         self._layouts[terms.member.generation] = exchange.layout
         # Compare the versions of weights, and refuse rounds as long as ranks have different ones.
         self.versions.compare(terms.versions, joined.keeps_weights)
-        exchange.templates.check_weights = self.versions.check
         # Make the experts of this rank. Layers have told the experts of the group so far where
         # their weights lie, so hand that on. Then let the objects of layers follow.
         config = terms.member.config

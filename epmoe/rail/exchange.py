@@ -41,13 +41,18 @@ class HierarchicalExchange(Exchange):
 
     `config` is that of the whole group. `node` is the exchange between the ranks of this node, and
     its config is `config.of_node()`. The attribute `rank` and all errors number ranks in the whole
-    group.
+    group. `check_weights` is that of `Templates`.
     """
 
     slabs: Slabs  # those of the last round
 
     def __init__(
-        self, config: EPConfig, node: NodeExchange, memory: RailMemory, network: Network
+        self,
+        config: EPConfig,
+        node: NodeExchange,
+        memory: RailMemory,
+        network: Network,
+        check_weights: Callable[[], object],
     ) -> None:
         self.config = config
         self.node = node
@@ -63,7 +68,14 @@ class HierarchicalExchange(Exchange):
         self.rounds = network.rounds
         self.deadlines = network.deadlines
         self.templates = Templates(
-            config, self.device, node.views, self.rounds, self.rank, self.plan.sizes, None
+            config,
+            self.device,
+            node.views,
+            self.rounds,
+            self.rank,
+            self.plan.sizes,
+            None,
+            check_weights,
         )
         self._raises_overflow = config.capacity.on_overflow == "raise"
         self._raises_abort = config.exchange.on_abort == "raise"

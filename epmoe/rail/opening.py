@@ -4,6 +4,7 @@ that the config names.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
@@ -89,19 +90,25 @@ def open_window(
 
 
 def open_exchange(
-    config: EPConfig, peers: Peers, seats: Seats, addresses: Addresses, name: str
+    config: EPConfig,
+    peers: Peers,
+    seats: Seats,
+    addresses: Addresses,
+    name: str,
+    check_weights: Callable[[], object],
 ) -> Exchange:
     """Open this rank's part of the exchange of a group. Collective, in a step of `Peers.together`.
 
     The windows lie at `addresses`. `name` is the same on all ranks, and no other attempt to open a
-    group has the same name. Raises MemoryError if the windows do not fit. Raises RuntimeError if
-    the ranks of a node are on several machines, or if ranks do not reach one another.
+    group has the same name. `check_weights` is that of `Templates`. Raises MemoryError if the
+    windows do not fit. Raises RuntimeError if the ranks of a node are on several machines, or if
+    ranks do not reach one another.
     """
     seat = seats.of_ranks[peers.rank]
     placement = config.seated.place_experts()
     plan = addresses.processor.plan(config, seat, placement, peers)
     if config.topology.num_nodes > 1:
-        return _open_over_nodes(config, plan, peers, addresses, name)
+        return _open_over_nodes(config, plan, peers, addresses, name, check_weights)
     with ExitStack() as undo:
         window = open_window(config, plan, peers, seats, addresses, undo)
         lobby = None
@@ -109,14 +116,27 @@ def open_exchange(
             lobby = Lobby.open(peers, seats)
             undo.callback(lobby.leave)
         exchange = NodeExchange(
-            config, plan, placement, window, peers.global_ranks, addresses, seats, lobby
+            config,
+            plan,
+            placement,
+            window,
+            peers.global_ranks,
+            addresses,
+            seats,
+            lobby,
+            check_weights,
         )
         undo.pop_all()
     return exchange
 
 
 def _open_over_nodes(
-    config: EPConfig, plan: MemoryPlan, peers: Peers, addresses: Addresses, name: str
+    config: EPConfig,
+    plan: MemoryPlan,
+    peers: Peers,
+    addresses: Addresses,
+    name: str,
+    check_weights: Callable[[], object],
 ) -> HierarchicalExchange:
     """Do what `open_exchange` does for a group of several nodes. There every seat has a rank, since
     such a group has no free seats.
@@ -182,6 +202,6 @@ def _open_over_nodes(
             rounds=rounds,
             deadlines=deadlines,
         )
-        exchange = HierarchicalExchange(config, node_exchange, memory, network)
+        exchange = HierarchicalExchange(config, node_exchange, memory, network, check_weights)
         undo.pop_all()
     return exchange

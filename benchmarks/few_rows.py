@@ -40,7 +40,7 @@ Call = tuple[Weights, Tensor, Tensor | None, Segments]
 def names_of(dtype: torch.dtype) -> tuple[str, ...]:
     """The kernels that take turns; all must agree with the last."""
     if dtype == FP8:
-        return FEW, "few_rows_by_tma", "fused_experts", "deep_gemm"
+        return FEW, "fused_experts", "deep_gemm"
     return FEW, "few_rows_by_tma", "deep_gemm"
 
 

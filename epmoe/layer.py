@@ -965,9 +965,10 @@ class MoELayer(nn.Module):
         """Raise ValueError unless segments start at the multiples that the experts' GEMM wants. The
         caller has found out that no other GEMM could take its place.
         """
-        if self.ep.config.alignment % experts.alignment:
+        needed = experts.stage.needed_alignment
+        if self.ep.config.alignment % needed:
             raise ValueError(
-                f"`capacity.alignment` must be a multiple of {experts.alignment}, or unset, got "
+                f"`capacity.alignment` must be a multiple of {needed}, or unset, got "
                 f"{self.ep.config.alignment}: the experts' GEMM, {experts.gemm}, takes segments "
                 "that start there"
             )

@@ -4,7 +4,6 @@ NaN all around.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 from fractions import Fraction
@@ -17,7 +16,13 @@ from helpers import ON_GPUS, ROOT, alone, captured, poison_, poisoned_memory, ra
 from torch import Tensor
 
 import epmoe
-from epmoe.local.gemm.few_rows import MOST_ROWS_OF_MXFP4, FewRows, Reading, most_rows
+from epmoe.local.gemm.few_rows import (
+    MOST_ROWS_OF_MXFP4,
+    FewRows,
+    Reading,
+    most_rows,
+    most_rows_of_fp8,
+)
 from epmoe.local.gemm.few_rows_by_tma import most_rows_by_tma
 from epmoe.local.gemm.gemm import SWIGLU, Segments, Weights
 from epmoe.local.gemm.table import CHOICES, GEMMS, choose
@@ -44,8 +49,6 @@ def built(
 ) -> epmoe.GroupedExperts:
     e = len(COUNTS)
     width, middle = sizes
-    if dtype == FP8 and options.get("batch_invariant"):
-        pytest.importorskip("deep_gemm")
     given: dict[str, object] = {**weights(dtype, torch.device("cpu"), e, *sizes)}
     if dtype == MXFP4:
         # Scales also lie above 2.
@@ -152,7 +155,8 @@ ALL_STAGES = pytest.mark.parametrize(
 ALL_KERNELS = pytest.mark.parametrize(
     ("dtype", "rows_per_expert", "options"),
     [
-        *((dtype, n, {}) for dtype in (BF16, FP8) for n in BY_WIDTH),
+        *((BF16, n, {}) for n in BY_WIDTH),
+        *((FP8, n, {}) for n in (*BY_WIDTH, None)),
         *((MXFP4, n, {}) for n in (1.0, 8.0, MOST_ROWS_OF_MXFP4)),
         *((dtype, 1.0, INVARIANT) for dtype in (BF16, FP8)),
     ],
@@ -185,15 +189,12 @@ FEW_AND_MANY = [
 
 @ON_GPUS
 @pytest.mark.parametrize("gpt_oss", [False, True])
-@pytest.mark.parametrize("dtype", [BF16, FP8])
 @pytest.mark.parametrize(("counts", "sizes"), FEW_AND_MANY)
-def test_few_rows_have_the_bits_of_many(device, counts, sizes, dtype, gpt_oss):
-    """Of those that train, in bf16, and of DeepGEMM, in fp8; on each of three runs with tiles of 32
-    and of 64 rows.
-    """
-    experts = built(dtype, device, gpt_oss, sizes, **INVARIANT)
-    assert experts.gemms == ("invariant_few_rows", "deep_gemm" if dtype == FP8 else "hopper")
-    rows = Rows(counts, dtype, device, width=sizes[0], alignment=64)
+def test_few_rows_have_the_bits_of_many(device, counts, sizes, gpt_oss):
+    """Of those that train, in bf16; on each of three runs with tiles of 32 and of 64 rows."""
+    experts = built(BF16, device, gpt_oss, sizes, **INVARIANT)
+    assert experts.gemms == ("invariant_few_rows", "hopper")
+    rows = Rows(counts, BF16, device, width=sizes[0], alignment=64)
     many = rows.outputs(experts, None)
     assert not many.isnan().any()
     for few in (rows.outputs(experts, n) for n in BY_WIDTH[1:] for _ in range(3)):
@@ -319,14 +320,10 @@ def test_wild_segments_reach_no_other_memory(device, dtype, options):
 @ON_GPUS
 def test_calls_of_few_rows_take_the_kernels(device):
     experts = built(FP8, device)
-    assert experts.gemms[:2] == ("few_rows", "few_rows_by_tma") and not experts.batch_invariant
-    if importlib.util.find_spec("deep_gemm") is None:
-        with pytest.raises(
-            ValueError, match="`batch_invariant` must be False .* DeepGEMM is not installed"
-        ):
-            built(FP8, device, batch_invariant=True)
-    else:
-        assert built(FP8, device, batch_invariant=True).gemms == ("invariant_few_rows", "deep_gemm")
+    assert experts.gemms[:3] == ("few_rows", "few_rows_by_tma", "fused_experts")
+    assert not experts.batch_invariant
+    assert built(FP8, device, batch_invariant=True).gemms == ("fused_experts",)
+    assert built(BF16, device).gemms[:2] == ("few_rows", "few_rows_by_tma")
     assert "few_rows" not in built(BF16, device, gemm="torch").gemms
     assert built(MXFP4, device).gemms[0] == "few_rows_mxfp4" != built(MXFP4, device).gemm
 
@@ -342,24 +339,39 @@ def test_which_calls_take_the_kernels(name):
     assert on_cpus == ("torch",)
 
 
-@pytest.mark.parametrize(("dtype", "many"), [(BF16, "hopper"), (FP8, "deep_gemm")])
-def test_invariant_experts_take_few_rows_and_many_by_one_order(monkeypatch, dtype, many):
-    """Many rows of bf16 by the GEMM that trains, and all calls where a user names it."""
+FIT = {
+    BF16: ("few_rows", "few_rows_by_tma", "invariant_few_rows", "deep_gemm", "hopper"),
+    FP8: ("few_rows", "few_rows_by_tma", "fused_experts", "deep_gemm"),
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "invariant", "others"),
+    [
+        (BF16, ("invariant_few_rows", "hopper"), ("few_rows", "few_rows_by_tma", "deep_gemm")),
+        (FP8, ("fused_experts",), ("few_rows", "few_rows_by_tma", "fused_experts", "deep_gemm")),
+    ],
+)
+def test_invariant_experts_take_few_rows_and_many_by_one_order(
+    monkeypatch, dtype, invariant, others
+):
+    """bf16 by the GEMM that trains, fp8 by one kernel; all calls by the GEMM that a user names."""
     on_gpu = SimpleNamespace(is_cuda=True, dtype=dtype, device="cuda")
-    fit = {"few_rows", "few_rows_by_tma", "invariant_few_rows", "deep_gemm", many}
     # Some of the GEMMs take the weights.
     for name, gemm in GEMMS.items():
-        problem = None if name in fit else ValueError(name)
+        problem = None if name in FIT[dtype] else ValueError(name)
         monkeypatch.setattr(gemm, "problem_with", lambda *_, problem=problem: problem)
-        monkeypatch.setattr(gemm, "trains", lambda *_, name=name: name == "hopper" == many)
-    # What is chosen, also where kernels for few rows would have other bits.
-    assert choose("auto", on_gpu, on_gpu, batch_invariant=True) == ("invariant_few_rows", many)
-    assert choose(many, on_gpu, on_gpu, batch_invariant=True) == (many,)
-    assert choose("auto", on_gpu, on_gpu)[:3] == ("few_rows", "few_rows_by_tma", "deep_gemm")
-    monkeypatch.setattr(
-        GEMMS["invariant_few_rows"], "problem_with", lambda *_: ValueError("other bits")
+        trains = dtype == BF16 and name == "hopper"
+        monkeypatch.setattr(gemm, "trains", lambda *_, trains=trains: trains)
+    assert choose("auto", on_gpu, on_gpu, batch_invariant=True) == invariant
+    assert choose("auto", on_gpu, on_gpu)[: len(others)] == others
+    assert choose("deep_gemm", on_gpu, on_gpu, batch_invariant=True) == ("deep_gemm",)
+    # Without the first one the next takes all calls.
+    monkeypatch.setattr(GEMMS[invariant[0]], "problem_with", lambda *_: ValueError("too many"))
+    assert choose("auto", on_gpu, on_gpu, batch_invariant=True) == (
+        *invariant[1:],
+        *(["deep_gemm"] if dtype == FP8 else []),
     )
-    assert choose("auto", on_gpu, on_gpu, batch_invariant=True) == (many,)
 
 
 PAGE = (ROOT / "docs/experiments.md").read_text()
@@ -372,9 +384,9 @@ SHAPES = {
 }
 
 
-def measured() -> list[tuple[str, str, torch.dtype, float, list[float]]]:
-    """Card, model, dtype, rows of an expert, and µs by the kernels for few rows, by those by TMA
-    and by DeepGEMM.
+def measured() -> list[tuple[str, str, float, list[float]]]:
+    """In bf16: card, model, rows of an expert, and µs by the kernels for few rows, by those by TMA
+    and by DeepGEMM. In fp8 others have come since.
     """
     found = []
     # Each table of the page has a card and counts of rows in its head.
@@ -385,49 +397,50 @@ def measured() -> list[tuple[str, str, torch.dtype, float, list[float]]]:
         card, *counts = lines[0]
         for who, *cells in lines[2:]:
             model, dtype = who.split(", ")
+            if dtype != "bf16":
+                continue
             for count, cell in zip(counts, cells, strict=True):
                 times = [math.inf if us == "–" else float(us) for us in cell.split(" / ")]
-                found.append(
-                    (card, model, {"fp8": FP8, "bf16": BF16}[dtype], float(Fraction(count)), times)
-                )
+                found.append((card, model, float(Fraction(count)), times))
     return found
 
 
-def borders(card: str, model: str, dtype: torch.dtype) -> tuple[float, float]:
+def borders(card: str, model: str) -> tuple[float, float]:
     """Rows of an expert up to which a call takes the kernels for few rows, and those by TMA."""
     e, D, F = SHAPES[model]
-    reading = Reading.of(3 * e * D * F * dtype.itemsize, COPIED_GB_PER_S[card], multiprocessors=132)
-    return most_rows(dtype, reading), most_rows_by_tma(dtype, reading)
+    reading = Reading.of(3 * e * D * F * BF16.itemsize, COPIED_GB_PER_S[card], multiprocessors=132)
+    return most_rows(reading), most_rows_by_tma(reading)
 
 
 def test_the_choice_is_within_2_percent_of_the_fastest_and_more_rows_take_no_less_time():
     """With 1, 2, 4, … 1024 tokens on each of two ranks."""
-    taken: dict[tuple[str, str, torch.dtype], list[float]] = {}
-    for card, model, dtype, rows, times in measured():
-        chosen = times[sum(rows > border for border in borders(card, model, dtype))]
-        before = taken.setdefault((card, model, dtype), [0.0])
-        assert chosen <= 1.02 * min(times), (card, model, dtype, rows)
-        assert chosen >= 0.98 * before[-1], (card, model, dtype, rows)
+    taken: dict[tuple[str, str], list[float]] = {}
+    for card, model, rows, times in measured():
+        chosen = times[sum(rows > border for border in borders(card, model))]
+        before = taken.setdefault((card, model), [0.0])
+        assert chosen <= 1.02 * min(times), (card, model, rows)
+        assert chosen >= 0.98 * before[-1], (card, model, rows)
         before.append(chosen)
-    assert list(map(len, taken.values())) == [12] * 14
+    assert list(map(len, taken.values())) == [12] * 8
 
 
 def test_borders_by_card_and_shape():
-    for dtype in (BF16, FP8):
-        assert (
-            borders("H100", "DeepSeek-V3", dtype)[0]
-            < 0.1
-            < 0.5
-            == borders("H100", "Qwen3-30B-A3B", dtype)[0]
-        )
-        assert borders("H200", "DeepSeek-V3", dtype)[0] == 4
-        for card in ("H100", "H200"):
-            assert (
-                28
-                < borders(card, "DeepSeek-V3", dtype)[1]
-                <= borders(card, "Qwen3-30B-A3B", dtype)[1]
-                <= 64
-            )
+    assert borders("H100", "DeepSeek-V3")[0] < 0.1 < 0.5 == borders("H100", "Qwen3-30B-A3B")[0]
+    assert borders("H200", "DeepSeek-V3")[0] == 4
+    for card in ("H100", "H200"):
+        by_tma = [borders(card, model)[1] for model in ("DeepSeek-V3", "Qwen3-30B-A3B")]
+        assert 28 < by_tma[0] <= by_tma[1] <= 64
+
+
+def test_borders_in_fp8():
+    """Where the first tiles of the kernel for all experts are as many as the multiprocessors."""
+    for model, border in (("DeepSeek-V3", 0.067), ("Qwen3-235B", 0.19), ("Qwen3-30B-A3B", 0.42)):
+        e, _, F = SHAPES[model]
+        most = most_rows_of_fp8(e, F, multiprocessors=132)
+        assert most == pytest.approx(border, rel=0.02)
+        assert e * (1 - math.exp(-most)) * F / 128 == pytest.approx(132)
+    # Small weights never have so many.
+    assert most_rows_of_fp8(16, 768, multiprocessors=132) == 1
 
 
 def test_borders_by_what_the_driver_says_of_the_memory(monkeypatch):
@@ -452,9 +465,14 @@ def test_borders_by_what_the_driver_says_of_the_memory(monkeypatch):
             "epmoe.local.gemm.few_rows.problem_of_build", lambda device, problem=problem: problem
         )
         assert [GEMMS[name].most_rows(*weights) for name in ("few_rows", "few_rows_by_tma")] == most
-    # DeepGEMM does not take them here, so all weights would be dequantized.
-    fp8 = (each.to(FP8) for each in weights)
-    assert GEMMS["few_rows_by_tma"].most_rows(*fp8) == 96
+    # In fp8 the number of multiprocessors counts, where the other kernels run.
+    names = "few_rows", "few_rows_by_tma"
+    fp8 = [torch.zeros(64, *shape).to(FP8) for shape in ((1536, 128), (128, 768))]
+    assert [GEMMS[name].most_rows(*fp8) for name in names] == [4, 0]
+    monkeypatch.setattr("epmoe.local.gemm.few_rows.problem_of_build", lambda device: None)
+    assert [GEMMS[name].most_rows(*fp8) for name in names] == [pytest.approx(0.42, rel=0.02), 0]
+    few = [each[:16] for each in fp8]
+    assert [GEMMS[name].most_rows(*few) for name in names] == [1, 32]
 
 
 def test_a_round_says_how_many_rows_an_expert_gets():
@@ -504,7 +522,5 @@ def test_a_warning_names_what_calls_of_many_rows_lack(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(GEMMS["torch"], "problem_with", lambda gate_up, down: None)
     on_gpu = SimpleNamespace(is_cuda=True, dtype=FP8, device="cuda", shape=(2, 256, 256))
-    with pytest.warns(
-        UserWarning, match="dequantized in every call, which is slow: DeepGEMM is not installed"
-    ):
+    with pytest.warns(UserWarning, match="dequantized in every call, which is slow: .* 9, got 10"):
         assert choose("auto", on_gpu, on_gpu) == ("torch",)

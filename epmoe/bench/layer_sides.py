@@ -21,8 +21,9 @@ from epmoe.bench.timing import elapsed_us, everywhere
 from epmoe.config.config import EPConfig
 from epmoe.exchange.handles import Dispatched
 from epmoe.local.experts import GroupedExperts
+from epmoe.local.gemm.deep_gemm import DeepGemm
+from epmoe.local.gemm.fused_experts import FusedExperts
 from epmoe.local.gemm.gemm import on_hopper
-from epmoe.local.gemm.table import choose
 from epmoe.local.quantize import quantize_weights
 from epmoe.local.reference import moe_reference, swiglu_reference
 from epmoe.local.route import Routing
@@ -85,15 +86,13 @@ def problem_with(precision: Precision, config: EPConfig, device: torch.device) -
         return "it dequantizes weights on this GPU"
     if is_on_cpu:
         return "DeepGEMM is for GPUs" if precision is Precision.PLAIN_DEEP_GEMM else None
-    # DeepGEMM must take such weights.
+    # In bf16 it is DeepGEMM that is measured. In fp8 our kernel or DeepGEMM must take the weights.
+    gemms = [DeepGemm()] if precision is Precision.PLAIN_DEEP_GEMM else [FusedExperts(), DeepGemm()]
     dtype = FP8 if precision is Precision.FP8 else torch.bfloat16
     shapes = [(1, n, k) for n, k in _shapes(config).values()]
     weights = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
-    try:
-        choose("deep_gemm", *weights)
-    except (ImportError, ValueError) as error:
-        return str(error)
-    return None
+    problems = [gemm.problem_with(*weights) for gemm in gemms]
+    return None if None in problems else str(problems[-1])
 
 
 def random_experts(

@@ -11,6 +11,7 @@ adapter, and the host does not wait for the GPU.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple, Self
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from epmoe.local.experts import GroupedExperts
+from epmoe.local.gemm.deep_gemm import DeepGemm
 from epmoe.local.gemm.gemm import Added, Factors
 from epmoe.local.gemm.table import GEMMS, choose
 from epmoe.local.spread import local_view
@@ -91,6 +93,7 @@ class ExpertAdapters(nn.Module):
             raise ValueError(
                 "`experts` must not be batch_invariant with adapters, whose products are not"
             )
+        _warn_of_dequantizing(experts)
         super().__init__()
         self.count = count
         self.rank = rank
@@ -311,3 +314,18 @@ class ExpertAdapters(nn.Module):
             "gate_up": Factors(self.gate_up_a[:, columns], self.gate_up_b[:, :, columns]),
             "down": Factors(self.down_a[:, columns], self.down_b[:, :, columns]),
         }
+
+
+def _warn_of_dequantizing(experts: GroupedExperts) -> None:
+    """Warn if calls with adapters dequantize fp8 weights, and calls without do not."""
+    if not GEMMS[experts.gemm].takes_fp8 or not experts.is_fp8:
+        return
+    if any(GEMMS[name].takes_fp8 and GEMMS[name].takes_adapters for name in experts.gemms):
+        return
+    gate_up = local_view(experts.w_gate_up.detach())
+    down = local_view(experts.w_down.detach())
+    warnings.warn(
+        "with adapters all fp8 weights are dequantized in every call, which is slow: "
+        f"{DeepGemm().problem_with(gate_up, down)}",
+        stacklevel=3,
+    )

@@ -152,13 +152,14 @@ class GroupedExperts(nn.Module):
 
     The argument `gemm` says which GEMM is used on GPUs:
 
-    - "auto": DeepGEMM, if it is installed (`pip install epmoe[deep_gemm]`) and takes the weights.
-      It takes fp8 with D and F multiples of 128, and bf16 with D and F multiples of 64, on compute
-      capability 9.0. Otherwise epmoe's own kernels on compute capability 9.0, for MXFP4 with
-      multiples of 64, and for bf16 with multiples of 8, which they can also train. Otherwise
-      torch's `grouped_mm`. Calls of `MoELayer` with few tokens use other kernels, which read the
-      weights only once: docs/kernels.md, "Experts with few rows". The bits of outputs then depend
-      on the number of tokens, unless the experts are `batch_invariant`.
+    - "auto": on compute capability 9.0, epmoe's own kernel for fp8 with D and F multiples of 128;
+      if adapters add to the products, DeepGEMM, if it is installed (`pip install
+      epmoe[deep_gemm]`). For bf16 with D and F multiples of 64, DeepGEMM, if it is installed.
+      Otherwise epmoe's own kernels on compute capability 9.0, for MXFP4 with multiples of 64, and
+      for bf16 with multiples of 8, which they can also train. Otherwise torch's `grouped_mm`. Calls
+      of `MoELayer` with few tokens use other kernels, which read the weights only once:
+      docs/kernels.md, "Experts with few rows". The bits of outputs then depend on the number of
+      tokens, unless the experts are `batch_invariant`.
     - "deep_gemm": DeepGEMM. It is an error if it does not take the weights.
     - "hopper": epmoe's own kernels. It is an error if they do not take the weights.
     - "torch": none of these. fp8 weights are then dequantized in every call. The result is right,
@@ -195,8 +196,7 @@ class GroupedExperts(nn.Module):
         gemm: the GEMM that GPUs use, see above.
         batch_invariant: if True, the bits of a row's output depend on nothing but the row, and
             those of the row's gradient also on the gradient of its output. On GPUs all calls then
-            sum in the order of one GEMM: epmoe's own for bf16 and MXFP4, DeepGEMM for fp8. CPUs
-            multiply blocks of 16 rows.
+            sum in the order of one of epmoe's own kernels. CPUs multiply blocks of 16 rows.
 
     For gpt-oss, pass interleaved=True, limit=7.0, alpha=1.702, up_offset=1.0 and both biases. The
     weights in its checkpoint are transposed, so pass `gate_up_proj.transpose(1, 2)`.
@@ -478,9 +478,9 @@ class GroupedExperts(nn.Module):
         """Run the GEMMs with these weights, without gradients."""
         # Rows become contiguous when they are dequantized.
         is_dequantized = scales is not None and not self.is_fp8
-        if weights.added is not None or not (rows_ND.is_contiguous() or is_dequantized):
-            # Kernels for few rows can neither add adapters nor read rows with a stride. They are
-            # chosen by this number only, so without it they are not chosen.
+        if not (rows_ND.is_contiguous() or is_dequantized):
+            # Kernels for few rows cannot read rows with a stride. They are chosen by this number
+            # only, so without it they are not chosen.
             segments = segments._replace(rows_per_expert=None)
         return self._stage.serve(weights, rows_ND, scales, segments)
 
@@ -495,7 +495,7 @@ class GroupedExperts(nn.Module):
         few = ""
         for name in self.gemms:
             most = self._stage.most_rows.get(name, math.inf)
-            if most < math.inf:
+            if 0 < most < math.inf:
                 few += f", {name} up to {most:.3g} rows an expert"
         return f"e={e}, D={D}, F={F}, {weights}, gemm={self.gemm!r}{few}"
 

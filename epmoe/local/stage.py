@@ -88,8 +88,15 @@ class Stage(NamedTuple):
 
     @property
     def gemm(self) -> str:
-        """The name of the GEMM for calls with many rows whose segments are aligned as it needs."""
+        """The name of the GEMM for calls with many rows whose segments are aligned as it needs, if
+        no adapters add to its products.
+        """
         return next(name for name in self.gemms if GEMMS[name].takes_all_calls)
+
+    @property
+    def needed_alignment(self) -> int:
+        """The number of rows at whose multiples segments must start so that `gemm` takes them."""
+        return GEMMS[self.gemm].block
 
     def refuse_capture(self, weights: Tensor, *, trains: bool = False) -> None:
         """Raise RuntimeError if a CUDA graph is being captured that could not capture a call.
@@ -109,7 +116,7 @@ class Stage(NamedTuple):
         Returns outputs [N, D]. On CPUs, rows behind the last segment are not computed. Raises
         ValueError if no GEMM takes the segments.
         """
-        gemm = self._gemm_for(segments, weights.down.dtype)
+        gemm = self._gemm_for(segments, weights)
         N, D = rows_ND.shape
         # A rank without experts has nothing to compute.
         if not weights.down.shape[0]:
@@ -154,18 +161,22 @@ class Stage(NamedTuple):
             )
         return out_ND
 
-    def _gemm_for(self, segments: Segments, dtype: torch.dtype) -> Gemm:
-        """Find the first GEMM that takes a call with these segments. `dtype` is that of weights.
+    def _gemm_for(self, segments: Segments, weights: Weights) -> Gemm:
+        """Find the first GEMM that takes a call with these segments and weights.
 
         Raises ValueError if there is none, since a GEMM that needs aligned segments would read
         wrong rows. Warns if the call is slow only because its segments are not aligned.
         """
+        aligned_would_be_fp8 = False
         for name in self.gemms:
             gemm = GEMMS[name]
+            if weights.added is not None and not gemm.takes_adapters:
+                continue
             if not gemm.takes(segments, self.most_rows.get(name, math.inf)):
+                aligned_would_be_fp8 |= gemm.takes_all_calls and gemm.takes_fp8
                 continue
             # This GEMM dequantizes fp8 weights. With aligned segments another one would not.
-            if dtype == FP8 and not gemm.takes_fp8 and GEMMS[self.gemm].takes_fp8:
+            if aligned_would_be_fp8 and weights.down.dtype == FP8 and not gemm.takes_fp8:
                 warnings.warn(_UNALIGNED, stacklevel=4)
             return gemm
         raise ValueError(

@@ -227,8 +227,6 @@ def on_gpus(make_ep, device: torch.device, payload: str, invariant: bool = True)
 def test_y_of_a_token_depends_on_no_other_token_on_gpus(
     make_ep, device, rank, size, payload, batches
 ):
-    if payload == "fp8":
-        pytest.importorskip("deep_gemm")
     rounds = -(-batches // (len(PAYLOADS) * size))
     assert differing(on_gpus(make_ep, device, payload), rank, rounds, replayed=REPLAYED) == 0
 
@@ -236,7 +234,6 @@ def test_y_of_a_token_depends_on_no_other_token_on_gpus(
 @ON_GPUS
 @pytest.mark.usefixtures("serving")
 def test_other_bits_are_counted_on_gpus(make_ep, device, rank):
-    pytest.importorskip("deep_gemm")
     assert (
         differing(on_gpus(make_ep, device, "fp8", invariant=False), rank, 100, replayed=REPLAYED)
         > 0

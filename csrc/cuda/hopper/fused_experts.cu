@@ -1,5 +1,5 @@
-// The experts stage in fp8 as one kernel, for calls in which an expert has some rows or many. Its
-// bits are those of few_rows_by_tma.cu and DeepGEMM.
+// The experts stage in fp8 as one kernel, for calls of any size. Its bits are those of
+// few_rows_by_tma.cu and DeepGEMM.
 //
 //   rows ─ gate and up, activation ─▶ h ─ down ─▶ outputs
 //
@@ -57,10 +57,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     shared.late = false;
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+  if (threadIdx.x == kMultipliers)
+    for (auto* map : {&maps.gates, &maps.ups, &maps.down, &maps.rows, &maps.h}) prefetch(*map);
   wait_for_predecessor();
   let_successor_start();
-  if (threadIdx.x < 32) count_parts(args, shared.first);
-  __syncthreads();
+  // The first claim is on its way while the rows of experts are counted.
+  int32_t first_claim = 0;
+  if (threadIdx.x == kClaimer) first_claim = claim(args);
+  count_parts(args, shared);
   if (threadIdx.x >= kMultipliers + kWarpgroup) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kWriteRegisters));
     write_tiles(args, shared);
@@ -73,7 +77,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (role == Role::kWeights && first_lane) load_weights(args, maps, shared, ring);
     if (role == Role::kRows && first_lane) load_rows(args, maps, shared, ring);
     if (role == Role::kScales) load_scales(args, shared, ring);
-    if (role == Role::kClaims && first_lane) claim_tiles(args, shared);
+    if (role == Role::kClaims && first_lane) claim_tiles(args, shared, first_claim);
     return;
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMathRegisters));
@@ -87,10 +91,11 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-// In front of the kernel. Where its last block clears them instead, few rows take longer.
+// In front of the kernel. Where its last block clears them instead, few rows take longer. The
+// kernel's blocks get their place while this one still waits, and then wait for it.
 __global__ void clear_counters(const __grid_constant__ FewRowsArgs args) {
-  wait_for_predecessor();
   let_successor_start();
+  wait_for_predecessor();
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i < args.num_counters) args.counters[i] = 0;
 }

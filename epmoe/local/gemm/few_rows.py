@@ -31,8 +31,8 @@ MOST_ROWS_OF_MXFP4 = 24.0
 """The most rows for which the kernels for few rows are used with MXFP4 weights, if epmoe's GEMM
 takes the calls with more rows.
 """
-MOST_BEFORE_ALL = 96.0
-"""The same limit if all weights have to be dequantized for calls with more rows, which is slow."""
+# The same limit if all weights have to be dequantized for calls with more rows, which is slow.
+_MOST_BEFORE_ALL = 96.0
 # The share of the memory's peak speed that a copy reaches.
 _COPY_SHARE = 0.87
 # The peak speed of the memory of an H100.
@@ -40,14 +40,15 @@ _H100_GB_PER_S = 3352.0
 # Memory counts as fast if a copy has more than this for each multiprocessor. The number lies
 # between that of H100 (22) and that of H200 (32).
 _FAST_GB_PER_S = 27.0
-# With fast memory, the kernels by TMA are faster if fp8 weights take less time to read than this.
-# The kernels here then convert fp8 more slowly than memory delivers it.
-_SHORT_US = 150.0
 # With slow memory, the kernels by TMA are faster if a call reads for longer than this. They begin
 # later than the kernels here, and read 5 % faster.
 _SOON_US = 130.0
-# In both these cases the kernels by TMA are faster from this many rows of an expert on.
+# They are also faster from this many rows of an expert on.
 _FEWEST = 0.5
+# A tile of the first product of `FusedExperts` has this many columns of the activations.
+_TILE_COLUMNS = 128
+# In fp8 other kernels are faster from this many rows of an expert on.
+_MOST_OF_FP8 = 1.0
 # A table with this many experts fits into the shared memory of a block, in all kernels.
 _MOST_EXPERTS = 8192
 
@@ -79,18 +80,41 @@ class Reading(NamedTuple):
         return cls.of(gate_up.nbytes + down.nbytes, copy_gb_per_s, found.multi_processor_count)
 
 
-def most_rows(dtype: torch.dtype, reading: Reading) -> float:
+def most_rows(reading: Reading) -> float:
     """The most rows of an expert, on average, for which the kernels by TMA are not faster.
 
-    `dtype` is that of the weights, bf16 or fp8.
+    It is for bf16 weights.
     """
     if reading.fast:
-        is_widened_too_slowly = dtype == FP8 and reading.us < _SHORT_US
-        return _FEWEST if is_widened_too_slowly else _ONE_TILE
-    # If experts have n rows on average, about 1 − e⁻ⁿ of the experts have any, and a call reads
-    # only these. Solve for the n with which it reads for `_SOON_US`.
-    share = min(_SOON_US / max(reading.us, 1e-9), 0.9)
-    return min(_FEWEST, -math.log1p(-share))
+        return _ONE_TILE
+    return min(_FEWEST, _rows_that_reach(_SOON_US / max(reading.us, 1e-9)))
+
+
+def most_rows_of_fp8(experts: int, F: int, multiprocessors: int) -> float:
+    """The most rows of an expert, on average, for which `FusedExperts` is not faster.
+
+    The tiles of its first product are then fewer than the multiprocessors, and some of these have
+    nothing to read. The kernels here have smaller tasks.
+    """
+    tiles = experts * F / _TILE_COLUMNS
+    return min(_MOST_OF_FP8, _rows_that_reach(multiprocessors / max(tiles, 1.0)))
+
+
+def fills_gpu(down: Tensor) -> bool:
+    """Whether the first product of `FusedExperts` has more tiles than there are multiprocessors, if
+    all experts have rows. `down` are the weights [e, D, F] in fp8.
+    """
+    e, _, F = down.shape
+    found = torch.cuda.get_device_properties(down.device)
+    return e * F > found.multi_processor_count * _TILE_COLUMNS
+
+
+def _rows_that_reach(share: float) -> float:
+    """The rows of an expert, on average, with which this share of the experts has any."""
+    # With n rows on average it is about 1 − e⁻ⁿ of the experts.
+    if share >= 1:
+        return math.inf
+    return -math.log1p(-share)
 
 
 class FewRows(Gemm):
@@ -100,31 +124,24 @@ class FewRows(Gemm):
     needs_gpu = True
     takes_all_calls = False
     takes_fp8 = True
+    takes_adapters = False
     # By the dtype of weights, the number that must divide D and F.
     steps: ClassVar[dict[torch.dtype, int]] = {torch.bfloat16: 64, FP8: FP8_BLOCKS.block[1]}
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
         """See `Gemm.problem_with`."""
-        problem = problem_on_hopper("the kernel for few rows", gate_up, down, self.steps)
-        if problem is not None:
-            return problem
-        for weights in (gate_up, down):
-            if not weights.is_contiguous() or weights.data_ptr() % 16:
-                return ValueError(
-                    "the kernel for few rows takes contiguous weights that start at multiples of "
-                    "16 bytes"
-                )
-        if len(down) > _MOST_EXPERTS:
-            return ValueError(
-                f"the kernel for few rows takes at most {_MOST_EXPERTS} experts, got {len(down)}"
-            )
-        return None
+        return problem_with_weights(
+            "the kernel for few rows", gate_up, down, steps=self.steps, most_experts=_MOST_EXPERTS
+        )
 
     def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
-        # If the kernels by TMA do not run on this device, they cannot be faster.
+        # If the other kernels do not run on this device, they cannot be faster.
         if problem_of_build(down.device) is not None:
             return _ONE_TILE
-        return most_rows(down.dtype, Reading.on_gpu(gate_up, down))
+        if down.dtype == FP8:
+            found = torch.cuda.get_device_properties(down.device)
+            return most_rows_of_fp8(len(down), down.shape[2], found.multi_processor_count)
+        return most_rows(Reading.on_gpu(gate_up, down))
 
     def takes(self, segments: Segments, most_rows: float = math.inf) -> bool:
         return segments.rows_per_expert is not None and segments.rows_per_expert <= most_rows
@@ -138,35 +155,10 @@ class FewRows(Gemm):
         a power of two as their scale.
         """
         assert segments.rows_per_expert is not None
-        operands = self._operands(weights, rows, scales, segments)
+        operands = operands_of(weights, rows, scales, segments)
         token_tiles = self._token_tiles(weights.down.dtype, segments.rows_per_expert)
         out: Tensor = ops.few_rows(*operands, token_tiles)
         return out
-
-    def _operands(
-        self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments
-    ) -> tuple[object, ...]:
-        """The arguments of the operators, with rows in the dtype that the kernels need."""
-        if weights.down.dtype == FP8 and scales is None:
-            rows, scales = quantize_fp8(rows, num_tokens=segments.offsets[-1])
-        elif weights.down.dtype != FP8:
-            rows = plain_rows((rows, scales), product_dtype(weights.down))
-            scales = None
-        # The weights are contiguous, since `problem_with` refuses others. Scales and biases may not
-        # be.
-        return (
-            rows.contiguous(),
-            scales,
-            weights.gate_up,
-            _contiguous(weights.gate_up_scales),
-            _contiguous(weights.gate_up_bias),
-            weights.down,
-            _contiguous(weights.down_scales),
-            _contiguous(weights.down_bias),
-            segments.offsets,
-            segments.tokens,
-            *weights.gating,
-        )
 
     def _token_tiles(self, dtype: torch.dtype, rows_per_expert: float) -> int:
         """How many tiles of 8 tokens share one reading of the weights."""
@@ -183,7 +175,7 @@ class FewRowsOfMxfp4(FewRows):
     def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
         if Hopper().problem_with(gate_up, down) is None:
             return MOST_ROWS_OF_MXFP4
-        return MOST_BEFORE_ALL
+        return _MOST_BEFORE_ALL
 
     def _token_tiles(self, dtype: torch.dtype, rows_per_expert: float) -> int:
         if rows_per_expert <= _ONE_TILE:
@@ -191,6 +183,51 @@ class FewRowsOfMxfp4(FewRows):
         if rows_per_expert <= _TWO_TILES:
             return 2
         return 4
+
+
+def problem_with_weights(
+    name: str, gate_up: Tensor, down: Tensor, *, steps: dict[torch.dtype, int], most_experts: int
+) -> Exception | None:
+    """Say why a kernel for the whole stage does not take these weights, or return None.
+
+    `name` is the kernel's name in the message, `steps` is as in `problem_on_hopper`.
+    """
+    problem = problem_on_hopper(name, gate_up, down, steps)
+    if problem is not None:
+        return problem
+    for weights in (gate_up, down):
+        if not weights.is_contiguous() or weights.data_ptr() % 16:
+            return ValueError(
+                f"{name} takes contiguous weights that start at multiples of 16 bytes"
+            )
+    if len(down) > most_experts:
+        return ValueError(f"{name} takes at most {most_experts} experts, got {len(down)}")
+    return None
+
+
+def operands_of(
+    weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments
+) -> tuple[object, ...]:
+    """The arguments of an operator for the whole stage, with rows in the dtype that it needs."""
+    if weights.down.dtype == FP8 and scales is None:
+        rows, scales = quantize_fp8(rows, num_tokens=segments.offsets[-1])
+    elif weights.down.dtype != FP8:
+        rows = plain_rows((rows, scales), product_dtype(weights.down))
+        scales = None
+    # The weights are contiguous, since `problem_with` refuses others. Scales and biases may not be.
+    return (
+        rows.contiguous(),
+        scales,
+        weights.gate_up,
+        _contiguous(weights.gate_up_scales),
+        _contiguous(weights.gate_up_bias),
+        weights.down,
+        _contiguous(weights.down_scales),
+        _contiguous(weights.down_bias),
+        segments.offsets,
+        segments.tokens,
+        *weights.gating,
+    )
 
 
 def _contiguous(value: Tensor | None) -> Tensor | None:

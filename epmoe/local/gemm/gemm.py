@@ -176,7 +176,7 @@ class Weights(NamedTuple):
     """[e, D]"""
     gating: Gating
     added: Added | None = None
-    """what adapters add in this call; kernels for few rows are not used for such a call"""
+    """what adapters add in this call, which then takes a GEMM with `Gemm.takes_adapters`"""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -203,9 +203,13 @@ class Gemm(ABC):
     (see `takes`), its outputs must also have the bits of the GEMM that takes the other calls.
     """
     takes_all_calls: ClassVar[bool] = True
-    """Whether `takes` depends on the alignment only. If so, users can choose it by its name."""
+    """Whether `takes` depends on the alignment only. If adapters may add, too, users can choose the
+    GEMM by its name.
+    """
     takes_fp8: ClassVar[bool] = False
-    """Whether `multiply` can multiply fp8 rows by fp8 weights. Otherwise it dequantizes them."""
+    """Whether it can multiply fp8 rows by fp8 weights. Otherwise it dequantizes them."""
+    takes_adapters: ClassVar[bool] = True
+    """Whether it takes calls in which adapters add to the products."""
 
     @abstractmethod
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:

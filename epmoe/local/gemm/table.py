@@ -42,7 +42,11 @@ come behind it are therefore chosen only with `batch_invariant`.
 CHOICES = (
     "auto",
     TorchGrouped.name,
-    *(name for name, gemm in GEMMS.items() if gemm.needs_gpu and gemm.takes_all_calls),
+    *(
+        name
+        for name, gemm in GEMMS.items()
+        if gemm.needs_gpu and gemm.takes_all_calls and gemm.takes_adapters
+    ),
 )
 
 

@@ -7,7 +7,6 @@
 #pragma once
 #include "cuda/device/scan.cuh"
 #include "cuda/hopper/fused_experts/shape.cuh"
-#include "cuda/local/real_rows.cuh"
 
 namespace epmoe::cuda::fused {
 
@@ -17,26 +16,36 @@ constexpr int kWritten = 1;
 
 __device__ __forceinline__ int32_t ceil_of(int32_t a, int32_t b) { return a ? (a - 1) / b + 1 : 0; }
 
-// The first warp counts tiles of rows before each expert. Segments that overlap could have more of
-// them than there are counters.
-__device__ __forceinline__ void count_parts(const FewRowsArgs& args, int32_t* first) {
+// Notes the rows of each expert, and counts tiles of rows before it: each thread those of some
+// experts, and the first warp adds. Segments that overlap could have more of them than there are
+// counters.
+__device__ __forceinline__ void count_parts(const FewRowsArgs& args, Shared& shared) {
   const int32_t e = args.segments.num_local_experts;
   const auto most = static_cast<int32_t>(args.num_counters - kWritten);
-  const int32_t lane = threadIdx.x;
-  int32_t before = 0;
-  for (int32_t i = lane; i - lane < e; i += 32) {
-    int32_t parts = 0;
-    if (i < e) parts = min(ceil_of(rows_of_expert(args.segments, args.N, i).count, kTokens), most);
-    const int32_t through = warp_inclusive_sum(parts);
-    if (i < e) first[i] = min(before + through - parts, most);
-    before = min(before + __shfl_sync(kAllLanes, through, 31), most);
+  int32_t* first = shared.first;
+  for (int32_t i = threadIdx.x; i < e; i += kThreads) {
+    const SegmentRows rows = rows_of_expert(args.segments, args.N, i);
+    shared.rows(e)[i] = rows;
+    first[i] = min(ceil_of(rows.count, kTokens), most);
   }
-  if (lane == 0) first[e] = before;
+  __syncthreads();
+  const int32_t lane = threadIdx.x;
+  if (lane < 32) {
+    int32_t before = 0;
+    for (int32_t i = lane; i - lane < e; i += 32) {
+      const int32_t parts = i < e ? first[i] : 0;
+      const int32_t through = warp_inclusive_sum(parts);
+      if (i < e) first[i] = min(before + through - parts, most);
+      before = min(before + __shfl_sync(kAllLanes, through, 31), most);
+    }
+    if (lane == 0) first[e] = before;
+  }
+  __syncthreads();
 }
 
 // The tile of a number. Tiles of the same weights follow one another.
-__device__ __forceinline__ Tile tile_of(const FewRowsArgs& args, const int32_t* first,
-                                        int32_t number) {
+__device__ __forceinline__ Tile tile_of(const FewRowsArgs& args, Shared& shared, int32_t number) {
+  const int32_t* first = shared.first;
   const int32_t e = args.segments.num_local_experts;
   const auto D = static_cast<int32_t>(args.D);
   const auto F = static_cast<int32_t>(args.F);
@@ -51,7 +60,7 @@ __device__ __forceinline__ Tile tile_of(const FewRowsArgs& args, const int32_t* 
   const int32_t in_expert = number - first[expert] * across;
   const int32_t parts = first[expert + 1] - first[expert];
   // Tiles of an expert that has too many rows for one have as many each.
-  const SegmentRows rows = rows_of_expert(args.segments, args.N, expert);
+  const SegmentRows rows = shared.rows(e)[expert];
   const int32_t each = ceil_of(rows.count, ceil_of(rows.count, kTokens));
   const int32_t step = ceil_of(each, kTokenStep) * kTokenStep;
   const int32_t before = in_expert % parts * step;
@@ -66,15 +75,21 @@ __device__ __forceinline__ Tile tile_of(const FewRowsArgs& args, const int32_t* 
           .down = down};
 }
 
-// One thread claims tiles for its block until there is none. It claims the next one when the loader
-// of weights nears the end of its last one: a tile that is claimed early may wait behind a long
-// one.
-__device__ __forceinline__ void claim_tiles(const FewRowsArgs& args, Shared& shared) {
+__device__ __forceinline__ int32_t claim(const FewRowsArgs& args) {
+  return atomicAdd(&args.counters[kClaims], 1);
+}
+
+// One thread claims tiles for its block until there is none. The first number is given. It claims
+// the next one when the loader of rows nears the end of its last one: a tile that is claimed early
+// may wait behind a long one.
+__device__ __forceinline__ void claim_tiles(const FewRowsArgs& args, Shared& shared,
+                                            int32_t number) {
   for (int32_t turn = 0;; ++turn) {
     const int32_t place = turn % kQueue;
     if (turn) wait_mbarrier(&shared.wanted, (turn - 1) & 1);
     if (turn >= kQueue) wait_mbarrier(&shared.done[place], (turn / kQueue - 1) & 1);
-    const Tile tile = tile_of(args, shared.first, atomicAdd(&args.counters[kClaims], 1));
+    if (turn) number = claim(args);
+    const Tile tile = tile_of(args, shared, number);
     shared.queue[place] = tile;
     arrive(&shared.claimed[place]);
     if (tile.expert == kNoTile) return;

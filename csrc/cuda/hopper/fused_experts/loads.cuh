@@ -6,7 +6,8 @@
 
 namespace epmoe::cuda::fused {
 
-// Steps before its end at which a tile's loader wants the next tile: a claim takes as long.
+// Steps before its end at which the loader of a tile's rows wants the next tile: a claim takes as
+// long. A block that waits for h claims no further tile, since others may be free for it.
 constexpr int kWantedBefore = 4;
 // A wait for h ends after it. Running blocks compute what it waits for, so it ends long before,
 // unless the GPU or this code is broken. An operator has no status to report, so its outputs are
@@ -30,10 +31,8 @@ __device__ __forceinline__ void load_weights(const FewRowsArgs& args, const Maps
     const int32_t second_row = tile.down ? tile.column + kBoxRows : tile.column;
     // Half of the last tile of outputs may lie behind the last output.
     const bool both = !tile.down || second_row < args.D;
-    const int32_t wanted_at = max(tile.steps - kWantedBefore, 0);
 #pragma unroll 1
     for (int32_t step = 0; step < tile.steps; ++step, ++ring.turn) {
-      if (step == wanted_at) arrive(&shared.wanted);
       ring.wait_empty();
       expect_bytes(ring.filled(), both ? 2 * kHalf : kHalf);
       load_box(first, ring.stage(), ring.filled(), step * kStepBytes, tile.column, tile.expert);
@@ -83,8 +82,10 @@ __device__ __forceinline__ void load_rows(const FewRowsArgs& args, const Maps& m
     const int32_t width = claimed.width;
     const int32_t row = claimed.row;
     const int32_t end = claimed.steps * kStepBytes;
+    const int32_t wanted_at = max(claimed.steps - kWantedBefore, 0) * kStepBytes;
 #pragma unroll 1
     for (int32_t k = 0; k < end; k += kStepBytes, ++ring.turn) {
+      if (k == wanted_at) arrive(&shared.wanted);
       ring.wait_empty();
       expect_bytes(ring.filled(), width * kLineBytes);
 #pragma unroll 1

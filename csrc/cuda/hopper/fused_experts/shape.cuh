@@ -3,6 +3,7 @@
 #pragma once
 #include "args.h"
 #include "cuda/hopper/ring.cuh"
+#include "cuda/local/real_rows.cuh"
 
 namespace epmoe::cuda::fused {
 
@@ -32,6 +33,8 @@ constexpr int kGroups = 2;
 constexpr int kMultipliers = kGroups * kWarpgroup;
 // A warpgroup loads, one role a warp.
 enum class Role { kWeights, kRows, kScales, kClaims };
+// The thread that claims tiles.
+constexpr int kClaimer = kMultipliers + 32 * static_cast<int>(Role::kClaims);
 // The last warpgroup writes what the others have summed, while they go on.
 constexpr int kWriters = kWarpgroup;
 constexpr int kThreads = kMultipliers + kWarpgroup + kWriters;
@@ -103,12 +106,15 @@ struct Shared {
   uint64_t wanted;
   // This block has waited for h in vain.
   bool late;
-  // Tiles of rows before each expert, e + 1 of them.
+  // Tiles of rows before each expert, e + 1 of them; and behind them the rows of each expert.
   int32_t first[];
 
+  __device__ __forceinline__ SegmentRows* rows(int32_t experts) {
+    return reinterpret_cast<SegmentRows*>(first + experts + 1);
+  }
   static int64_t bytes(int64_t experts) {
-    return static_cast<int64_t>(sizeof(Shared)) +
-           (experts + 1) * static_cast<int64_t>(sizeof(int32_t));
+    return static_cast<int64_t>(sizeof(Shared) + (experts + 1) * sizeof(int32_t) +
+                                experts * sizeof(SegmentRows));
   }
 };
 

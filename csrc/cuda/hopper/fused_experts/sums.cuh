@@ -65,6 +65,8 @@ __device__ __forceinline__ void sum_tile(const Tile& tile, const Shared& shared,
     multiply_step(second_weights, tokens, step_sums);
     add_scaled(second, step_sums, token_scales, weight_scales.y);
     ++ring.turn;
+    // All lanes have read their scales.
+    __syncwarp();
     ring.release(1);
   }
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -101,6 +102,22 @@ def test_doctor_says_what_a_card_gets(
     finding = doctor_module._card(1)
     assert (finding.level, finding.subject) == (level, "cuda:1")
     assert finding.detail == f"{name}, sm_{major}{minor}, 80.0 GiB" and gets in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("capability", "problem", "level", "detail"),
+    [
+        ((8, 0), None, "ok", "torch's grouped GEMM: other ones need"),
+        ((9, 0), None, "ok", "DeepGEMM for weights in bf16; weights in fp8 take a kernel of"),
+        ((9, 0), ImportError("not installed"), "warn", "own grouped GEMM .*: not installed;"),
+    ],
+)
+def test_doctor_says_what_computes_experts(capability, problem, level, detail, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch, "empty", lambda *shape, **given: None)
+    monkeypatch.setattr(doctor_module.DeepGemm, "problem_with", lambda *weights: problem)
+    found = doctor_module._experts_gemm()
+    assert found.level == level and re.search(detail, found.detail)
 
 
 def test_doctor_says_why_kernels_do_not_run_on_a_card(monkeypatch):

@@ -26,8 +26,8 @@ from epmoe.config.config import EPConfig
 from epmoe.exchange.links import are_linked, uuid_of
 from epmoe.exchange.window import available_memory_bytes
 from epmoe.local.gemm.deep_gemm import DeepGemm
+from epmoe.local.gemm.gemm import on_hopper
 from epmoe.native import build
-from epmoe.native.arguments import FP8
 from epmoe.native.package import EXTRAS
 
 OLDEST_GPU = (8, 0)
@@ -234,20 +234,18 @@ def _number_of_gpus(config: EPConfig | None, count: int) -> Iterator[Finding]:
 
 
 def _experts_gemm() -> Finding:
-    """Say which library computes the experts' grouped GEMM."""
-    for dtype in (torch.bfloat16, FP8):
-        gate_up = torch.empty(1, 512, 256, dtype=dtype, device="cuda")
-        down = torch.empty(1, 256, 256, dtype=dtype, device="cuda")
-        problem = DeepGemm().problem_with(gate_up, down)
-        if problem is None:
-            continue
-        # A ValueError means that DeepGEMM does not run on this GPU. Otherwise it is not installed.
-        if isinstance(problem, ValueError):
-            return Finding("ok", "experts", f"torch's grouped GEMM: {problem}")
-        return Finding(
-            "warn", "experts", f"torch's grouped GEMM, which is slower than DeepGEMM: {problem}"
-        )
-    return Finding("ok", "experts", "DeepGEMM, for weights in bf16 and fp8")
+    """Say which grouped GEMMs compute experts with weights in bf16 and fp8."""
+    if not on_hopper("cuda"):
+        detail = "torch's grouped GEMM: other ones need compute capability 9.0"
+        return Finding("ok", "experts", detail)
+    in_fp8 = "weights in fp8 take a kernel of epmoe's own"
+    gate_up = torch.empty(1, 512, 256, dtype=torch.bfloat16, device="cuda")
+    down = torch.empty(1, 256, 256, dtype=torch.bfloat16, device="cuda")
+    problem = DeepGemm().problem_with(gate_up, down)
+    if problem is None:
+        return Finding("ok", "experts", f"DeepGEMM for weights in bf16; {in_fp8}")
+    detail = f"epmoe's own grouped GEMM for weights in bf16, without DeepGEMM: {problem}; {in_fp8}"
+    return Finding("warn", "experts", detail)
 
 
 def _optional(package: str, without: str) -> Finding:

@@ -108,7 +108,7 @@ two-machines: export EPMOE_TEST_RANKS_PER_NODE := 2
 two-machines: setup  ## tests over 2 nodes of 2 ranks, in namespaces with a network between them (RATE); needs root
 	tests/two_machines.sh $(RATE) $(PYTEST) $(NODE_TESTS:%=tests/distributed/test_%.py)
 
-nodes: NODE_TESTS = two_levels two_machines exchange phases mistakes layers fp8_rows
+nodes: NODE_TESTS = two_levels two_machines exchange phases mistakes layers
 nodes: two-machines  ## the quicker half of them
 
 # SGLang pins another torch and packages of CUDA, so it has an environment of its own, without what its MoE layers do not

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expert_inputs import quantized
-from helpers import ON_GPUS, captured, poison_, randn
+from helpers import ON_GPUS, captured, poison_, randn, slow
 from torch import Tensor
 
 from epmoe import MoELayer
@@ -164,8 +164,9 @@ def test_y_of_a_token_depends_on_no_other_token(layer, rank):
     assert differing(layer, rank, 40) == 0
 
 
-def test_gradients_of_a_token_depend_on_no_other_token(trained, rank):
-    assert differing(trained, rank, 20, trains=True) == 0
+@pytest.mark.parametrize("batches", [8, slow(20)])
+def test_gradients_of_a_token_depend_on_no_other_token(trained, rank, batches):
+    assert differing(trained, rank, batches, trains=True) == 0
 
 
 @pytest.mark.slow

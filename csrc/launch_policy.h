@@ -18,12 +18,12 @@ namespace epmoe {
 constexpr int kThreads = 512;  // the largest block of the exchange
 constexpr int kWarps = kThreads / 32;
 
-// Simple protocol, dispatch: a sending block has up to three chunks of rows on their way through
-// shared memory.
-constexpr int kPipelineStages = 3;
-constexpr int64_t kMaxChunkBytes = 16 << 10;
-constexpr int kMaxTokensPerRelease =
-    8;  // tokens whose flags a sending block may publish after one release
+// Simple protocol, dispatch: each warp of a sending block moves chunks of rows through a buffer of
+// its own in shared memory. Three KiB are what a GPU with 100 KiB leaves.
+constexpr int64_t kMinChunkBytes = 3 << 10;
+constexpr int64_t kMaxChunkBytes = 4 << 10;
+// Tokens that a sending block moves at once, and whose flags it publishes after one release.
+constexpr int kMaxBatchTokens = kWarps;
 // Simple protocol, combine: a block's shared memory for sums on their way out. Half of it holds
 // scales, if there are any.
 constexpr int kSendBufferBytes = 64 << 10;
@@ -94,9 +94,6 @@ struct Thresholds {
   int64_t simple_send_rank_major = 750;
   int64_t simple_send_short_row = 125;
   int64_t short_row_bytes = 8 << 10;
-  // Bytes to a release: one takes about 4 µs, whatever was sent since the last one. Dispatch of fp8
-  // rows at 4096 tokens takes 263 with two tokens to a release, 267 with four, 277 before.
-  int64_t release_bytes = 16 << 10;
   // LL protocol, combine: up to so many chunks of one line (two ranks) or tokens, a lane moves one
   // line. Two lines from 35 tokens on, of 28 chunks each, take 13.1 at 48 tokens (14.6 with one up
   // to 64).
@@ -136,6 +133,13 @@ struct Thresholds {
   int64_t combine_simple = 875;
   int64_t combine_simple_rank_major = 750;
   int64_t warp_bytes = 4 << 10;
+  // Simple protocol, combine, up to two ranks: own sums (see CombineLaunch) from so many tokens on.
+  // Between one and one and a half items a warp they take longer. One H200, one rank, 7168: combine
+  // of 1100 / 2048 / 4096 tokens takes 73.3 / 100 / 177 with them, and 63.8 / 109 / 194 without.
+  int64_t combine_own_tokens = 1536;
+  // With own sums senders make only those that travel. Half of the blocks keep enough of them on
+  // the wire, by arithmetic: no pair of GPUs was at hand.
+  int64_t combine_simple_own = 500;
 };
 constexpr Thresholds kSm90{};
 
@@ -158,6 +162,11 @@ struct Gpu {
   int64_t resident_blocks(int64_t count, int lines, int64_t block_bytes) const {
     int64_t fit = shared_bytes / (block_bytes + kDeclaredSharedBytes + kSystemSharedBytes);
     return count * std::clamp<int64_t>(fit, 1, blocks_per_sm(lines));
+  }
+
+  // Dynamic shared memory of a block where a multiprocessor has `blocks` of them.
+  int64_t room_of_block(int64_t blocks) const {
+    return shared_bytes / blocks - kDeclaredSharedBytes - kSystemSharedBytes;
   }
 
   // Whether `count` multiprocessors are at most half of the GPU.
@@ -190,9 +199,9 @@ struct DispatchLaunch {
   int64_t source_offset_entries;
   // Of a row of x (Simple).
   int64_t row_chunks;
-  int64_t chunk_bytes;
-  int64_t tokens_per_release;  // Simple
-  int64_t shared_bytes;        // dynamic, of a block
+  int64_t chunk_bytes;   // a warp moves a chunk
+  int64_t batch_tokens;  // that a send block moves at once (Simple)
+  int64_t shared_bytes;  // dynamic, of a block
 };
 
 inline bool dispatch_uses_ll(const ExchangePlan& plan, const DispatchArgs& args) {
@@ -260,20 +269,22 @@ inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchAr
       .source_offset_entries = source_offsets <= kMaxSourceOffsets ? source_offsets : 0,
       .row_chunks = 0,
       .chunk_bytes = 0,
-      .tokens_per_release = 1,
+      .batch_tokens = 1,
       .shared_bytes = 0};
-  if (args.send && !lines) {
-    constexpr int64_t kStep = 512;  // bytes: a multiple of 128 elements of every dtype
-    int64_t x_bytes = args.D * itemsize(args.dtype);
-    int64_t chunks = ceil_div(x_bytes, kMaxChunkBytes);
-    launch.chunk_bytes = ceil_div(ceil_div(x_bytes, chunks), kStep) * kStep;
-    launch.row_chunks = ceil_div(x_bytes, launch.chunk_bytes);
-  }
   int64_t table_entries =
       2 * plan.P + 1 + launch.send_offset_entries + launch.source_offset_entries;
   if (plan.copies > 1) table_entries += plan.E;
-  launch.shared_bytes =
-      kPipelineStages * launch.chunk_bytes + table_entries * int64_t{sizeof(int32_t)};
+  int64_t table_bytes = table_entries * int64_t{sizeof(int32_t)};
+  if (args.send && !lines) {
+    constexpr int64_t kStep = 512;  // bytes: a multiple of 128 elements of every dtype
+    int64_t room = gpu.room_of_block(blocks_per_sm(lines)) - table_bytes;
+    int64_t most = std::clamp(room / kWarps / kStep * kStep, kMinChunkBytes, kMaxChunkBytes);
+    int64_t x_bytes = args.D * itemsize(args.dtype);
+    int64_t chunks = ceil_div(x_bytes, most);
+    launch.chunk_bytes = ceil_div(ceil_div(x_bytes, chunks), kStep) * kStep;
+    launch.row_chunks = ceil_div(x_bytes, launch.chunk_bytes);
+  }
+  launch.shared_bytes = kWarps * launch.chunk_bytes + table_bytes;
   int64_t warps = launch.threads / 32;
   int64_t most = both_phases ? gpu.resident_blocks(sms, lines, launch.shared_bytes)
                              : gpu.phase_blocks(sms, args.receive);
@@ -294,6 +305,9 @@ inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchAr
     int64_t more = wire_row_bytes(plan, args) <= at.short_row_bytes ? at.simple_send_short_row : 0;
     share = most * ((args.expert_major ? at.simple_send : at.simple_send_rank_major) + more) / 1000;
   }
+  // Without another rank senders write final rows. A block that counts and one that receives
+  // remain.
+  if (!lines && both_phases && plan.R == 1) share = std::max<int64_t>(most - 2, 1);
   senders =
       plan.dispatch_senders ? std::min(plan.dispatch_senders, most - 1) : std::min(senders, share);
   senders = args.send ? std::max<int64_t>(senders, 1) : 0;
@@ -303,12 +317,10 @@ inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchAr
     receivers = std::max(receivers, ceil_div(plan.R * plan.M * plan.K * 8, kFillBytes));
   if (!args.receive) receivers = 0;
   if (senders && !lines) {
-    // The releases of one multiprocessor wait for each other. It shows where few multiprocessors
-    // send all rows, or where rows are short.
-    int64_t short_rows =
-        std::clamp<int64_t>(at.release_bytes / wire_row_bytes(plan, args), 1, kMaxTokensPerRelease);
-    int64_t most_at_once = gpu.is_scarce(sms) ? kMaxTokensPerRelease : short_rows;
-    launch.tokens_per_release = std::clamp<int64_t>(T / senders / 6, 1, most_at_once);
+    // As many tokens as the warps of a block move at once, unless some blocks would have none.
+    int64_t most_at_once = std::max<int64_t>(kMaxBatchTokens / launch.row_chunks, 1);
+    launch.batch_tokens = std::clamp<int64_t>(ceil_div(T, senders), 1, most_at_once);
+    if (!plan.dispatch_senders) senders = std::min(senders, ceil_div(T, launch.batch_tokens));
   }
   // One block counts, and with LL others send the pairs; where there is no room for them, the
   // counting block does both.
@@ -370,17 +382,15 @@ inline int64_t combine_send_share(const ExchangePlan& plan, const CombineArgs& a
 inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs& args, DType dtype,
                                     const Gpu& gpu) {
   int64_t sms = std::min<int64_t>(plan.num_sms, gpu.multiprocessors);
-  // Only the device knows how many slots this rank has received. The policy assumes as many as the
-  // rank sends.
   int64_t T = std::max<int64_t>(args.T, 1);
-  int64_t num_slots = T * plan.R;
   WireTraits traits = wire(plan.combine_format);
   int64_t row_bytes = traits.row_bytes(args.D, itemsize(dtype));
   bool both_phases = args.send && args.receive;
   const Thresholds& at = gpu.thresholds();
   int lines = combine_send_lines(plan, args, row_bytes, at);
   // Not with scales: 256 tokens lose what 1024 gain.
-  bool coarse = lines > 1 && plan.R <= kLocalBoundRanks && !traits.has_scales();
+  bool local = plan.R <= kLocalBoundRanks && !traits.has_scales();
+  bool coarse = lines > 1 && local;
   // Own sums spare the senders more than they cost the receivers, except from one to 2.5 items a
   // warp. Measured on two H200, rank-major bf16, at 64 / 128 / 512 tokens: 14.1 / 20.0 / 53.0,
   // and 14.2 / 20.1 / 57.8 without. Within one to two items (128 tokens) own sums take 1.1 to 1.4
@@ -388,6 +398,10 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
   int64_t items = coarse ? 2 * T * num_chunks(row_bytes, lines) : 0;
   int64_t all_warps = sms * kWarps;
   bool own = coarse && (items <= all_warps || items * 2 > all_warps * 5);
+  if (!lines) own = local && both_phases && T >= at.combine_own_tokens;
+  // Slots whose sums this rank sends. Only the device knows how many it has received. The policy
+  // assumes as many as the rank sends.
+  int64_t num_slots = T * (plan.R - own);
   int64_t threads = threads_per_block(lines);
   int64_t warps = threads / 32;
   int64_t shared_bytes = args.send ? kSendBufferBytes : 0;
@@ -398,7 +412,7 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
   int64_t receivers = most;
   int64_t share = std::max<int64_t>(most * 3 / 4, 1);
   if (lines) {
-    senders = ceil_div((own ? num_slots - T : num_slots) * num_chunks(row_bytes, lines), warps);
+    senders = ceil_div(num_slots * num_chunks(row_bytes, lines), warps);
     receivers = ceil_div(T * num_chunks(row_bytes, coarse ? lines : 1), warps);
     share = combine_send_share(plan, args, most, lines, own, at);
   } else {
@@ -413,6 +427,7 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
     if (rows_per_team > 64 || sums_dominate) team = 2;
     if (rows_per_team > 1 && plan.R == kLocalBoundRanks && !gpu.is_scarce(sms)) {
       share = most * (args.expert_major ? at.combine_simple : at.combine_simple_rank_major) / 1000;
+      if (own && args.expert_major) share = most * at.combine_simple_own / 1000;
       if (!args.expert_major) {
         team = 4;
         if (row_bytes <= 2 * at.warp_bytes) team = 2;

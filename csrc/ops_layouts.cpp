@@ -88,8 +88,8 @@ std::string layouts() {
                 recv_flags, recv_ordinals, recv_counts, combine_flags, ll_rows, ll_pairs, ll_sums,
                 rows, row_scales, state, counts, slots_used, slots, expert_offsets,
                 tokens_per_expert, row_of_pair, table_expert_map, table_owners, table_copies,
-                table_num_copies, table_sentinels, table_local_index, pair_weights, health_counters,
-                health_tokens_per_expert, health_rows_sent, health_waited_ns,
+                table_num_copies, table_sentinels, table_local_index, pair_weights, part_counts,
+                health_counters, health_tokens_per_expert, health_rows_sent, health_waited_ns,
                 health_aborted_rounds) +
          STRUCT(ExchangeDescriptor, expert_major, weight_rows, zero_gaps, to_caller, keeps_zeros,
                 adds_only, returns_values, zero_tail, row_weights, row_values, pair_values, outputs,
@@ -105,7 +105,7 @@ std::string layouts() {
          STRUCT(RoundHeader, D, K, dtype, mode, empty) + STRUCT(RailTag, D, K, dtype, epoch) +
          STRUCT(DispatchLaunch, recv_lines, coarse, exclusive, blocks, threads, send_blocks,
                 notify_blocks, send_offset_entries, source_offset_entries, row_chunks, chunk_bytes,
-                tokens_per_release, shared_bytes) +
+                batch_tokens, shared_bytes) +
          STRUCT(CombineLaunch, send_lines, coarse, own, blocks, threads, send_blocks, team,
                 shared_bytes) +
          BITS(CallShape, D4_less_1, aligned, K_less_1, dtype, expert_major, weight_rows, trains) +
@@ -113,9 +113,9 @@ std::string layouts() {
          NUMBERS(Counter, kSanitisedRows, kPaddedRows, kOutOfRangeIds, kDuplicateIds,
                  kNonfiniteWeights, kDroppedPairs, kClampedNumTokens, kTimeouts) +
          NUMBERS(constants, kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kNumWireFormats,
-                 kScaleBlock, kMaxTag, kProductParts, kMostProductBytes, kLLTokenBits, kNumCounters,
-                 kTimeout, kMismatch, kOutOfTurn, kUnscheduled, kOutdated, kEmptySeat,
-                 kEmptySeatShape);
+                 kScaleBlock, kMaxTag, kMaxParts, kPartCounts, kProductParts, kMostProductBytes,
+                 kLLTokenBits, kNumCounters, kTimeout, kMismatch, kOutOfTurn, kUnscheduled,
+                 kOutdated, kEmptySeat, kEmptySeatShape);
 }
 
 }  // namespace

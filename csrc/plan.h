@@ -11,6 +11,11 @@ namespace epmoe {
 
 constexpr int kMaxRanks = 64;  // a set of ranks is one 64-bit mask
 
+// Parts of a call's tokens that blocks of dispatch count for one another; CUDA only.
+constexpr int kMaxParts = 512;
+// Counts of a part in a line of 16 bytes, beside the epoch.
+constexpr int kPartCounts = 6;
+
 // The same on CPU and CUDA unless a comment says otherwise; kernels only read it. Letters as in
 // args.h. "[R, M, K]" after a buffer is its shape; index 0 is the source rank. An unused buffer has
 // 0 bytes.
@@ -116,6 +121,9 @@ struct ExchangePlan {
   int64_t table_local_index;  // int32 [P]: local index of a physical expert on its owner; CUDA only
   // float [R, M, K]: weights of received pairs; dispatch -> combine send; CUDA only.
   int64_t pair_weights;
+  // Lines [kMaxParts, (P + R) / kPartCounts, rounded up]: what a block has counted of a part of the
+  // tokens, pairs by expert, then rows by rank; dispatch; CUDA only.
+  int64_t part_counts;
   // Totals: kernels add to them, the host reads them (epmoe/exchange/health.py).
   int64_t health_counters;           // int64 [kNumCounters]
   int64_t health_tokens_per_expert;  // int64 [e]: rows that this rank's experts have received

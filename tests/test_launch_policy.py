@@ -48,19 +48,19 @@ TABLE = [
     (1, "auto", 64, (2, 2, 1, 91, 30, 5), (2, 2, 57, 1, 4)),
     (1, "auto", 256, (4, 4, 1, 132, 30, 17), (2, 2, 132, 1, 4)),
     (1, "auto", 1024, (4, 4, 1, 132, 30, 65), (2, 2, 132, 1, 4)),
-    (1, "auto", 4096, (0, 0, 0, 264, 198, 1), (0, 0, 264, 165, 2)),
+    (1, "auto", 4096, (0, 0, 0, 264, 262, 1), (0, 0, 264, 1, 2)),
     (1, "fp8", 1, (1, 1, 1, 6, 2, 2), (1, 1, 4, 2, 4)),
     (1, "fp8", 16, (1, 2, 1, 23, 14, 2), (1, 1, 38, 19, 4)),
     (1, "fp8", 64, (1, 2, 1, 89, 56, 5), (1, 1, 150, 75, 4)),
     (1, "fp8", 256, (2, 2, 1, 132, 58, 17), (2, 1, 132, 112, 4)),
     (1, "fp8", 1024, (2, 2, 1, 132, 58, 65), (2, 1, 132, 113, 4)),
-    (1, "fp8", 4096, (0, 0, 0, 264, 198, 1), (0, 0, 264, 165, 2)),
+    (1, "fp8", 4096, (0, 0, 0, 264, 262, 1), (0, 0, 264, 165, 2)),
     (2, "auto", 1, (1, 1, 1, 10, 3, 2), (1, 1, 8, 5, 4)),
     (2, "auto", 16, (1, 2, 1, 56, 26, 2), (1, 1, 113, 75, 4)),
     (2, "auto", 64, (4, 4, 1, 87, 26, 5), (2, 2, 108, 52, 4)),
     (2, "auto", 256, (4, 4, 1, 132, 26, 17), (2, 2, 132, 52, 4)),
     (2, "auto", 1024, (4, 4, 1, 132, 26, 65), (2, 2, 132, 52, 4)),
-    (2, "auto", 4096, (0, 0, 0, 264, 165, 1), (0, 0, 264, 231, 2)),
+    (2, "auto", 4096, (0, 0, 0, 264, 165, 1), (0, 0, 264, 132, 2)),
     (2, "fp8", 1, (1, 1, 1, 7, 2, 2), (1, 1, 5, 3, 4)),
     (2, "fp8", 16, (1, 2, 1, 30, 14, 2), (1, 1, 57, 38, 4)),
     (2, "fp8", 64, (1, 2, 1, 113, 52, 5), (1, 1, 222, 147, 4)),
@@ -99,24 +99,24 @@ def test_two_fifths_make_sums_of_expert_major_rows(K):
     assert (combine.own, combine.blocks, combine.send_blocks) == (1, 132, 52)
 
 
-# D, payload, T -> dispatch: lines sent / received, blocks, send, tokens to a release;
+# D, payload, T -> dispatch: lines sent / received, blocks, send, tokens at once;
 # combine: lines, own, blocks, send, team.
 RANK_MAJOR = [
     (7168, "auto", 1, (1, 1, 37, 3, 1), (1, 1, 0, 8, 5, 4)),
     (7168, "auto", 128, (2, 2, 132, 44, 1), (2, 2, 0, 132, 62, 4)),
     (7168, "auto", 512, (4, 4, 132, 44, 1), (2, 2, 1, 132, 40, 4)),
-    (7168, "auto", 4096, (0, 0, 264, 198, 1), (0, 0, 0, 264, 198, 4)),
+    (7168, "auto", 4096, (0, 0, 264, 198, 4), (0, 0, 1, 264, 198, 4)),
     (7168, "fp8", 128, (2, 2, 132, 56, 1), (2, 2, 0, 132, 62, 4)),
-    (7168, "fp8", 4096, (0, 0, 264, 231, 2), (0, 0, 0, 264, 198, 4)),
+    (7168, "fp8", 4096, (0, 0, 264, 231, 4), (0, 0, 1, 264, 198, 4)),
     (2048, "auto", 1, (1, 1, 35, 1, 1), (1, 1, 0, 3, 2, 4)),
-    (2048, "auto", 4096, (0, 0, 264, 231, 2), (0, 0, 0, 264, 198, 1)),
+    (2048, "auto", 4096, (0, 0, 264, 231, 16), (0, 0, 1, 264, 198, 1)),
 ]
 
 
 @pytest.mark.parametrize(("D", "payload", "T", "dispatch", "combine"), RANK_MAJOR)
 def test_rank_major_of_two_h200(D, payload, T, dispatch, combine):
     d, c = launches(plan_of(2, D, payload=payload), T, expert_major=False)
-    assert (d.send_lines, d.recv_lines, d.blocks, d.send_blocks, d.tokens_per_release) == dispatch
+    assert (d.send_lines, d.recv_lines, d.blocks, d.send_blocks, d.batch_tokens) == dispatch
     assert (c.send_lines, c.recv_lines, c.own, c.blocks, c.send_blocks, c.team) == combine
 
 
@@ -192,7 +192,7 @@ def test_rows_that_are_fp8_already(R, T):
     here, there = (launches(plan, T, dtype)[0] for dtype in (torch.float8_e4m3fn, BF16))
     assert (here.protocol, here.recv_lines) == (there.protocol, there.recv_lines)
     assert here.send_blocks <= there.send_blocks
-    assert here.chunk_bytes == (7168 if T == 4096 else 0)
+    assert here.chunk_bytes == (3584 if T == 4096 else 0)
 
 
 def test_a_forced_launch_holds():

@@ -14,7 +14,9 @@ import epmoe
 from epmoe.exchange.health import COUNTERS
 from epmoe.exchange.memory import (
     LL_MAX_TOKENS,
+    MAX_PARTS,
     NUM_COUNTERS,
+    PART_COUNTS,
     RAIL_TAG_BYTES,
     SIGNAL_BYTES,
     MemoryPlan,
@@ -61,6 +63,11 @@ def test_sizes_of_buffers():
     assert ctypes.sizeof(struct("RailTag")) == RAIL_TAG_BYTES
     assert ctypes.sizeof(struct("RoundHeader")) == SIGNAL_BYTES
     assert constant("kNumCounters") == NUM_COUNTERS == plan("nvlink")["health.counters"].shape[0]
+    # Dispatch on GPUs counts parts of a call's tokens, in lines of 16 bytes with an epoch each.
+    assert (constant("kMaxParts"), constant("kPartCounts")) == (MAX_PARTS, PART_COUNTS)
+    counts = plan("nvlink").sizes["P"] + plan("nvlink").sizes["R"]
+    parts, lines, _ = plan("nvlink")["part_counts"].shape
+    assert parts == MAX_PARTS and (lines - 1) * PART_COUNTS < counts <= lines * PART_COUNTS
     # Dispatch on GPUs sends the number of LL tokens in so many bits.
     assert plan("nvlink").sizes["ll_max_tokens"] == LL_MAX_TOKENS < 1 << constant("kLLTokenBits")
 

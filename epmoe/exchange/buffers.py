@@ -83,9 +83,11 @@ class Buffers:
 
         Replays of CUDA graphs that an earlier group has captured take part in rounds from here on.
         A kernel reads the tables before it reads the state. So this method first waits until all
-        kernels that may have read old tables have ended, and then resets the state.
+        kernels that may have read old tables have ended, and then resets the state. Epochs begin
+        anew, so counts of an earlier group must not look like those of a round to come.
         """
         self._processor.finish()
+        self.views["part_counts"].zero_()
         self.views["state"].zero_()
 
     def _write_tables(self, placement: Placement, seat: int) -> None:

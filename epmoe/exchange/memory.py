@@ -34,6 +34,10 @@ LL_MAX_TOKENS = 1024
 RAIL_TAG_BYTES = 16
 # A line of the LL protocol has 16 bytes.
 LINE_INTS = 4
+# On GPUs, blocks of dispatch count parts of the tokens for one another: the most parts, and the
+# counts in a line. `kMaxParts` and `kPartCounts` in csrc/plan.h.
+MAX_PARTS = 512
+PART_COUNTS = 6
 # On GPUs, the time of an expert with fewer rows than this is the time to read its weights, however
 # many rows it has.
 _ROWS_BEYOND_WEIGHTS = 137
@@ -441,6 +445,8 @@ def _layout(config: EPConfig, sizes: Mapping[str, int], nvlink: bool) -> _Layout
     i64 = torch.int64
     f32 = torch.float32
 
+    part_lines = -(-(P + R) // PART_COUNTS)
+
     # The items of a sum on its way back.
     x_dtype = config.model.torch_dtype
     combine = WIRE_FORMATS[config.exchange.combine_payload]
@@ -490,6 +496,8 @@ def _layout(config: EPConfig, sizes: Mapping[str, int], nvlink: bool) -> _Layout
         ("scratch", "table.sentinels", (R,), i32),
         ("scratch", "table.local_index", on_gpus(P), i32),
         ("scratch", "pair_weights", on_gpus(R, M, K), f32),
+        # What blocks of dispatch count for one another: pairs by expert, and rows by rank.
+        ("scratch", "part_counts", on_gpus(MAX_PARTS, part_lines, LINE_INTS), i32),
         # Totals of all rounds.
         ("scratch", "health.counters", (NUM_COUNTERS,), i64),
         ("scratch", "health.tokens_per_expert", (layers or 1, e), i64),

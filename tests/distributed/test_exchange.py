@@ -174,6 +174,29 @@ def test_any_number_of_send_blocks(make_ep, rank, size, senders, ll_max_tokens, 
         )
 
 
+@ON_GPUS
+@pytest.mark.parametrize("payload", ["auto", "fp8"])
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("senders", [0, 1, 3, 1024])
+def test_blocks_count_parts_for_one_another(make_ep, rank, size, senders, layout, payload):
+    """More tokens than a block counts by itself, in one batch a block or in many. Among up to two
+    ranks, combine of 1700 tokens sums a rank's own rows where it writes y.
+    """
+    ep = make_ep(
+        ll_max_tokens=8,
+        experts=37,
+        top_k=6,
+        hidden=640,
+        dtype="bfloat16",
+        max_tokens=1700,
+        exchange={"payload": payload},
+    )
+    ep.memory_plan().sizes.update(dispatch_senders=senders)
+    for seed, T in enumerate((1700, 431, 257, 256)):
+        tokens = [make_tokens(ep.config, r, max(T - 90 * r, 0), seed=seed) for r in range(size)]
+        check_round(ep, tokens, layout)
+
+
 def test_smaller_hidden_size_top_k_and_dtype(make_ep, rank, size):
     """A call may use smaller values than the config. The strides between slots remain those of the
     config.

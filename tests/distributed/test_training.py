@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import generator
+from helpers import ON_GPUS, generator
 from torch import Tensor
 
 from epmoe import EPMismatchError, EPOverflowError
@@ -72,6 +72,32 @@ def test_pairs_without_room_are_dropped_forward_and_backward(make_ep, rank, size
         dropped.append(counts[0])
         assert int(routed.expert_offsets[-1]) <= num_rows
     assert dropped[0] == 0 < dropped[1] < dropped[2] == counts[1]
+
+
+@ON_GPUS
+@pytest.mark.parametrize("weights_on", ["rows", "combine"])
+def test_many_tokens_have_the_gradients_of_few(make_ep, rank, weights_on):
+    """Among up to two ranks on GPUs, combine of 1600 tokens sums a rank's own rows where it writes
+    y.
+    """
+    exchange = TrainingExchange(make_ep(16, experts=E, top_k=3, hidden=D, max_tokens=1600))
+    x, ids, weights, grad = draw(rank, 1600, exchange.ep.device)
+
+    def round_of(step: int) -> list[Tensor]:
+        """y and the gradients of x and of the weights, by calls of `step` tokens."""
+        inputs = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        sums = []
+        for begin in range(0, len(x), step):
+            part = slice(begin, begin + step)
+            y, _ = doubled(
+                exchange, inputs[0][part], ids[part], inputs[1][part], weights_on=weights_on
+            )
+            y.backward(grad[part])
+            sums.append(y.detach())
+        return [torch.cat(sums), *(each.grad for each in inputs)]
+
+    for got, want in zip(round_of(1600), round_of(100), strict=True):
+        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("weights_on", ["rows", "combine"])

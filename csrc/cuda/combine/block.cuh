@@ -142,4 +142,20 @@ __device__ __forceinline__ void sum_pairs(const CombineBlock& b, ReceivedPair pa
   } while (kept);
 }
 
+// Sums the pairs that this rank has for a token of its own, rounded as if the sum travelled. Calls
+// meanwhile() once the first loads are issued.
+template <typename T, int kDepth, int kCount, int kVectors, typename F>
+__device__ __forceinline__ void sum_own(const CombineBlock& b, ReceivedPair pair,
+                                        const int32_t (&v)[kVectors],
+                                        const bool (&inside)[kVectors],
+                                        float (&sum)[kVectors][kCount], F&& meanwhile) {
+  pair = checked(b, pair);
+  sum_pairs<T, kDepth>(b, pair, pair.kept(), v, inside, sum, meanwhile);
+#pragma unroll
+  for (int i = 0; i < kVectors * kCount; ++i) {
+    float& value = sum[i / kCount][i % kCount];
+    value = 0.0f + to_float(from_float<T>(value));
+  }
+}
+
 }  // namespace epmoe::cuda

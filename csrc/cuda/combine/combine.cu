@@ -59,9 +59,9 @@ __device__ __forceinline__ bool receive_signals(const CombineBlock& b, bool sent
 template <WireFormat kFormat, typename T, bool kValues>
 __device__ __noinline__ void send_to_simple_sources_too(CombineBlock b, char* shared,
                                                         int32_t* head) {
-  OutgoingSum outgoing(b, {b.plan, first_slot(b), 1});
+  OutgoingSum outgoing = first_slot<false>(b);
   outgoing.read(b);
-  send_slots<kFormat, T, kValues>(b, outgoing, shared, head);
+  send_slots<false, kFormat, T, kValues>(b, outgoing, shared, head);
 }
 template <WireFormat kFormat, typename T, bool kValues>
 __device__ __noinline__ void send_to_ll_sources_too(CombineBlock b, int32_t* head) {
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(threads_per_block(Of::value.send_lines),
   bool sends = static_cast<int32_t>(blockIdx.x) < kernel.send_blocks && args.rows;
   OutgoingSum outgoing = [&]() -> OutgoingSum {
     if constexpr (kLL) return first_sum<kSendLines, kOwn, kFormat, T>(b);
-    return {b, {plan, first_slot(b), 1}};
+    return first_slot<kOwn>(b);
   }();
   compute_now(&sink, outgoing.index, outgoing.slot.source, outgoing.slot.s, outgoing.pair_at);
   wait_for_predecessor();
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(threads_per_block(Of::value.send_lines),
       if (now.ll_mask != all)
         send_to_simple_sources_too<kFormat, T, kValues>(b, buffers, &round->send_queue[kCombine]);
     } else {
-      send_slots<kFormat, T, kValues>(b, outgoing, buffers, &round->send_queue[kCombine]);
+      send_slots<kOwn, kFormat, T, kValues>(b, outgoing, buffers, &round->send_queue[kCombine]);
       if (now.ll_mask) send_to_ll_sources_too<kFormat, T, kValues>(b, &round->ll_queue[kCombine]);
     }
   }
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(threads_per_block(Of::value.send_lines),
     WorkQueue queue(args.T, static_cast<int32_t>(args.D / kPerVector<T>), kernel.send_blocks,
                     kMaxChunkVectors);
     ok = queue.for_each(&round->recv_queue[kCombine], [&](int32_t t, int32_t chunk) {
-      bool here = sum_token<kFormat, T>(b, t, chunk, queue.chunks, sending_ranks);
+      bool here = sum_token<kOwn, kFormat, T>(b, t, chunk, queue.chunks, sending_ranks);
       if constexpr (kValues) here = here && (chunk || recv_values(b, t, sending_ranks));
       return here;
     });
@@ -208,7 +208,9 @@ auto variant_of(int64_t send_lines, bool coarse, bool own) {
     return Variant{
         .send_lines = lines, .coarse = coarse, .own = own, .format = kFormat, .values = kValues};
   };
-  if (send_lines == 0) return combine_kernel<Compiled<of(0, false, false)>, T>;
+  if (send_lines == 0)
+    return own ? combine_kernel<Compiled<of(0, false, kCoarse)>, T>
+               : combine_kernel<Compiled<of(0, false, false)>, T>;
   if (send_lines == 1) return combine_kernel<Compiled<of(1, false, false)>, T>;
   if (own) return combine_kernel<Compiled<of(kMaxSumLines, kCoarse, kCoarse)>, T>;
   if (coarse) return combine_kernel<Compiled<of(kMaxSumLines, kCoarse, false)>, T>;

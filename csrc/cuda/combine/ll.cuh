@@ -85,23 +85,16 @@ __device__ __forceinline__ void send_chunks(const CombineBlock& b, OutgoingSum o
   });
 }
 
-// One warp sums a chunk of the pairs that this rank has for a token of its own, rounded as if it
-// travelled. Calls meanwhile() once the first loads are issued.
+// One warp sums a chunk of this rank's own sum (sum_own).
 template <int N, typename T, int kCount, typename F>
-__device__ __forceinline__ void sum_own(const CombineBlock& b, ReceivedPair pair,
-                                        const RowChunk<N, WireFormat::kAuto>& chunk,
-                                        float (&sum)[N][kCount], F&& meanwhile) {
-  pair = checked(b, pair);
+__device__ __forceinline__ void sum_own_chunk(const CombineBlock& b, ReceivedPair pair,
+                                              const RowChunk<N, WireFormat::kAuto>& chunk,
+                                              float (&sum)[N][kCount], F&& meanwhile) {
   int32_t v[N];
   bool inside[N];
 #pragma unroll
   for (int n = 0; n < N; ++n) v[n] = chunk.at(n), inside[n] = chunk.inside(n);
-  sum_pairs<T, 2>(b, pair, pair.kept(), v, inside, sum, meanwhile);
-#pragma unroll
-  for (int i = 0; i < N * kCount; ++i) {
-    float& value = sum[i / kCount][i % kCount];
-    value = 0.0f + to_float(from_float<T>(value));
-  }
+  sum_own<T, 2>(b, pair, v, inside, sum, meanwhile);
 }
 
 // One warp adds a chunk of the sums that all ranks return for token t, in rank order, and writes it
@@ -144,7 +137,7 @@ __device__ __forceinline__ bool sum_chunk(const CombineBlock& b, int32_t t, int3
     uint32_t missing = chunk.mask(count);
     if constexpr (kOwn)
       if (makes_own)
-        sum_own<N, T>(b, own.pair, chunk, sum, [&] { chunk.poll(from, lines, missing); });
+        sum_own_chunk<N, T>(b, own.pair, chunk, sum, [&] { chunk.poll(from, lines, missing); });
     bool here = b.wait.until(
         [&] {
           bool all = chunk.poll(from, lines, missing);

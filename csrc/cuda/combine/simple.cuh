@@ -8,7 +8,11 @@
 namespace epmoe::cuda {
 
 constexpr int kVectorsInFlight = 2;  // vectors of a row that a thread sums at a time: a step
-constexpr int kSendStages = 4;       // steps of a team on their way through shared memory
+// Of own sums: the same, and the pairs whose loads are in flight. One row of a token after another
+// would take longer, and more loads at once find no registers.
+constexpr int kOwnVectors = 1;
+constexpr int kOwnDepth = 4;
+constexpr int kSendStages = 4;  // steps of a team on their way through shared memory
 static_assert(kSendStages * kVectorsInFlight * kThreads * 16 == kSendBufferBytes);
 
 // A team sends one slot's weighted sum, or its partial row as it is, to the window of the slot's
@@ -76,19 +80,27 @@ __device__ __forceinline__ void send_slot(const CombineBlock& b, const WarpTeam&
     Flag::publish(in_window<Flag>(b.ex, source, plan.combine_flags) + at, b.wait.epoch);
 }
 
+// The n-th slot that the senders visit. kOwn: of the slots of other ranks alone.
+template <bool kOwn>
+__device__ __forceinline__ OutgoingSum outgoing_slot(const CombineBlock& b, int32_t n) {
+  return {b, {n, 0, slot_of<kOwn>(b.plan, n)}};
+}
+
 // The slot that this warp's team sends first: the team's number in the grid.
-__device__ __forceinline__ int32_t first_slot(const CombineBlock& b) {
-  return WarpTeam(b.kernel.team).index * b.kernel.send_blocks + static_cast<int32_t>(blockIdx.x);
+template <bool kOwn>
+__device__ __forceinline__ OutgoingSum first_slot(const CombineBlock& b) {
+  int32_t team = WarpTeam(b.kernel.team).index;
+  return outgoing_slot<kOwn>(b, team * b.kernel.send_blocks + static_cast<int32_t>(blockIdx.x));
 }
 
 // The teams of the send blocks send a slot each, first `outgoing`, and then claim others.
-template <WireFormat kFormat, typename T, bool kValues>
+template <bool kOwn, WireFormat kFormat, typename T, bool kValues>
 __device__ __forceinline__ void send_slots(const CombineBlock& b, OutgoingSum outgoing,
                                            char* shared, int32_t* head) {
   __shared__ int32_t next[2][kWarps];
   WarpTeam team(b.kernel.team);
   int32_t teams = b.kernel.send_blocks * team.teams();
-  int32_t num_slots = b.num_slots(false, b.plan.R);
+  int32_t num_slots = b.num_slots(false, b.plan.R - kOwn);
   int32_t stored = 0;
   for (int32_t turn = 0; outgoing.item < num_slots; ++turn) {
     int32_t claimed = 0;
@@ -104,13 +116,14 @@ __device__ __forceinline__ void send_slots(const CombineBlock& b, OutgoingSum ou
     if (!more) break;
     if (team.leads()) next[turn % 2][team.index] = teams + claimed;
     team.sync();
-    outgoing = {b, {b.plan, next[turn % 2][team.index], 1}};
+    outgoing = outgoing_slot<kOwn>(b, next[turn % 2][team.index]);
   }
 }
 
 // One warp writes a chunk of token t's row of y: it waits for the ranks that return a sum and adds
-// these in rank order.
-template <WireFormat kFormat, typename T>
+// these in rank order. kOwn: it makes this rank's own sum itself, before it waits. Among up to two
+// ranks the order does not matter then.
+template <bool kOwn, WireFormat kFormat, typename T>
 __device__ __forceinline__ bool sum_token(const CombineBlock& b, int32_t t, int32_t chunk,
                                           int32_t chunks, uint32_t sending_ranks) {
   constexpr int kCount = kPerVector<T>;
@@ -118,13 +131,28 @@ __device__ __forceinline__ bool sum_token(const CombineBlock& b, int32_t t, int3
   constexpr bool kScaled = wire(kFormat).has_scales();
   using Loaded = Registers<Vector<Wire, kCount>>;
   const ExchangePlan& plan = b.plan;
+  constexpr int kVectors = kOwn ? kOwnVectors : kVectorsInFlight;
   int32_t lane = threadIdx.x % 32;
   int32_t slot = slot_of_sum(b, t, sending_ranks);
-  auto* flags = in_window<Flag>(b.ex, plan.rank, plan.combine_flags) + lane * plan.M;
-  bool here = slot < 0 || b.wait.await(flags + slot, lane);
-  if (!__all_sync(kAllLanes, here)) return false;
-  __syncwarp();  // what each lane has acquired holds for all
   uint32_t ranks = __ballot_sync(kAllLanes, slot >= 0);
+  // This rank's own pairs of the token.
+  int32_t own_slot = -1;
+  if constexpr (kOwn) {
+    own_slot = __shfl_sync(kAllLanes, slot, static_cast<int32_t>(plan.rank));
+    ranks &= ~(1u << plan.rank);
+    if (lane == plan.rank) slot = -1;
+  }
+  OutgoingSum own(b, {0, 0, {static_cast<int32_t>(plan.rank), own_slot}});
+  if (kOwn && own_slot >= 0) own.read(b);
+  // Calls this once, before the first sum of another rank is read.
+  auto await = [&] {
+    auto* flags = in_window<Flag>(b.ex, plan.rank, plan.combine_flags) + lane * plan.M;
+    bool here = slot < 0 || b.wait.await(flags + slot, lane);
+    here = __all_sync(kAllLanes, here);
+    __syncwarp();  // what each lane has acquired holds for all
+    return here;
+  };
+  if (!kOwn && !await()) return false;
   auto* window = in_window<char>(b.ex, plan.rank, plan.combine_rows);
   auto* scales = in_window<float>(b.ex, plan.rank, plan.combine_scales);
   auto* y =
@@ -132,12 +160,20 @@ __device__ __forceinline__ bool sum_token(const CombineBlock& b, int32_t t, int3
   auto vectors = static_cast<int32_t>(b.args.D / kCount);
   int32_t begin = vectors * chunk / chunks;
   int32_t end = vectors * (chunk + 1) / chunks;
-  constexpr int kDepth = 2;  // ranks whose loads are in flight
-  for (int32_t base = begin; base < end; base += 32 * kVectorsInFlight) {
-    float sum[kVectorsInFlight][kCount] = {};
+  constexpr int kDepth = kOwn ? 1 : 2;  // ranks whose loads are in flight
+  for (int32_t base = begin; base < end; base += 32 * kVectors) {
+    float sum[kVectors][kCount] = {};
+    if constexpr (kOwn) {
+      int32_t v[kVectors];
+      bool inside[kVectors];
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) v[j] = base + j * 32 + lane, inside[j] = v[j] < end;
+      if (own_slot >= 0) sum_own<T, kOwnDepth>(b, own.pair, v, inside, sum, [] {});
+      if (base == begin && !await()) return false;
+    }
     for (uint32_t left = ranks; left;) {
-      Loaded values[kDepth][kVectorsInFlight];
-      float scale[kDepth][kVectorsInFlight];
+      Loaded values[kDepth][kVectors];
+      float scale[kDepth][kVectors];
       int count = 0;
 #pragma unroll
       for (int i = 0; i < kDepth; ++i) {
@@ -148,7 +184,7 @@ __device__ __forceinline__ bool sum_token(const CombineBlock& b, int32_t t, int3
         int64_t at = rank * plan.M + __shfl_sync(kAllLanes, slot, rank);
         auto* row = reinterpret_cast<const Loaded*>(window + at * plan.combine_stride_bytes);
 #pragma unroll
-        for (int j = 0; j < kVectorsInFlight; ++j) {
+        for (int j = 0; j < kVectors; ++j) {
           int32_t v = base + j * 32 + lane;
           if (v < end) values[i][j] = __ldcg(row + v);
           if constexpr (kScaled)
@@ -161,14 +197,14 @@ __device__ __forceinline__ bool sum_token(const CombineBlock& b, int32_t t, int3
       for (int i = 0; i < kDepth; ++i) {
         if (i >= count) break;
 #pragma unroll
-        for (int j = 0; j < kVectorsInFlight; ++j) {
+        for (int j = 0; j < kVectors; ++j) {
           if (base + j * 32 + lane >= end) continue;
           add_weighted<Wire>(sum[j], values[i][j], kScaled ? scale[i][j] : 1.0f);
         }
       }
     }
 #pragma unroll
-    for (int j = 0; j < kVectorsInFlight; ++j)
+    for (int j = 0; j < kVectors; ++j)
       if (int32_t v = base + j * 32 + lane; v < end) y[v] = rounded<T>(sum[j]);
   }
   return true;

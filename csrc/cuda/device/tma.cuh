@@ -113,42 +113,4 @@ __device__ __forceinline__ void tma_wait_read() {
 #endif
 }
 
-// A ring of kBuffers buffers in shared memory, through which one warp moves chunks of rows. TMA
-// loads fill the buffers in turn, and tma_store() empties them. Any thread may read a chunk; before
-// sm_90 it first needs a barrier after the load.
-template <int kBuffers>
-struct TmaRing {
-  char* buffers;        // [kBuffers, stride_bytes], aligned to 16 bytes
-  uint64_t* mbarriers;  // [kBuffers]
-  int32_t stride_bytes;
-  // Chunks whose load has started; chunks that this thread has taken.
-  int32_t loaded = 0;
-  int32_t taken = 0;
-
-  // `first` is true in one thread, which initialises the mbarriers.
-  __device__ __forceinline__ TmaRing(char* buffers, uint64_t* mbarriers, int32_t stride_bytes,
-                                     bool first)
-      : buffers(buffers), mbarriers(mbarriers), stride_bytes(stride_bytes) {
-    for (int i = 0; first && i < kBuffers; ++i) init_mbarrier(&mbarriers[i]);
-  }
-  __device__ __forceinline__ char* buffer(int32_t n) const {
-    return buffers + n % kBuffers * stride_bytes;
-  }
-
-  // The warp starts the load of the next chunk. It first waits until the buffer's last chunk has
-  // left: its store came before the warp's latest one.
-  __device__ __forceinline__ void load_next(const void* from, int32_t bytes) {
-    static_assert(kBuffers > 2);
-    tma_wait_read<1>();
-    __syncwarp();
-    tma_load(buffer(loaded), from, bytes, &mbarriers[loaded % kBuffers]);
-    ++loaded;
-  }
-  // Waits for the oldest chunk that this thread has not taken, and returns it.
-  __device__ __forceinline__ char* take() {
-    wait_mbarrier(&mbarriers[taken % kBuffers], taken / kBuffers & 1);
-    return buffer(taken++);
-  }
-};
-
 }  // namespace epmoe::cuda

@@ -57,7 +57,7 @@ struct DispatchKernel {
   int32_t send_blocks, notify_blocks;  // as in DispatchLaunch, like the next fields
   int32_t send_offset_entries, source_offset_entries;
   int32_t row_chunks, chunk_bytes;
-  int32_t tokens_per_release;
+  int32_t batch_tokens;
   int64_t asked;   // `more_rounds` of Progress
   CallWords call;  // this source's first two words, without rows
 
@@ -120,15 +120,6 @@ struct DispatchKernel {
   }
 };
 
-// Simple protocol: where a token goes, by pair and by rank.
-struct Destinations {
-  // Of a pair: its final row with kFinalRow, or its ordinal; -1 for none.
-  int32_t row_or_ordinal[kMaxExchangeTopK];
-  int32_t slot[kMaxExchangeRanks];
-  char* row_at[kMaxExchangeRanks];  // null: no expert of the rank has room for it
-  float* scales_at[kMaxExchangeRanks];
-};
-
 struct DispatchShared {
   Quotas quotas;
   uint32_t epoch;
@@ -146,16 +137,16 @@ struct DispatchShared {
   int32_t more_rounds;                   // whether a source needs a round after this one
   int32_t ll_most_tokens;                // the largest of any LL source
   int32_t simple_most_rows;              // the largest of any Simple source
-  int32_t next_token;                    // the next that this block sends
-  int32_t unsignaled_slots[kMaxTokensPerRelease]
+  // Simple protocol, of a batch of tokens:
+  int32_t next_token;  // the first of the next batch that this block sends
+  int32_t unsignaled_slots[kMaxBatchTokens]
                           [kMaxExchangeRanks];  // stored, but their flags are not published
-  uint64_t chunk_barriers[kPipelineStages];     // mbarriers of the TMA loads
-  float scales[kMaxChunkBytes / (kLeastScaleBlock * 2)];  // of a chunk
-  // The token that is being sent and the next one:
-  int32_t ids[2][kMaxExchangeTopK];
-  float weights[2][kMaxExchangeTopK];
-  uint32_t ranks[2];
-  Destinations destinations;
+  alignas(16) int32_t ids[kMaxBatchTokens][kMaxExchangeTopK];
+  float weights[kMaxBatchTokens][kMaxExchangeTopK];
+  uint32_t ranks[kMaxBatchTokens];
+  // Of the chunk that a warp has in its buffer:
+  uint64_t chunk_barriers[kWarps];  // mbarrier of its TMA load
+  float scales[kWarps][kMaxChunkBytes / (kLeastScaleBlock * 2)];
 };
 static_assert(sizeof(DispatchShared) <= kDeclaredSharedBytes);
 
@@ -169,7 +160,7 @@ struct DispatchBlock {
   DispatchShared& shared;
   int32_t number;  // of the block
   // In dynamic shared memory:
-  char* chunks;       // [kPipelineStages, chunk_bytes]
+  char* chunks;       // [kWarps, chunk_bytes]
   int32_t* location;  // [P] of a physical expert: its rank << 16 | its local index
   // [P + 1] sending: pairs of each expert before this token; receiving: first row of its segment.
   int32_t* count;
@@ -191,7 +182,7 @@ struct DispatchBlock {
         trains(trains) {
     extern __shared__ __align__(128) char dynamic[];
     chunks = dynamic;
-    location = reinterpret_cast<int32_t*>(dynamic + kPipelineStages * kernel.chunk_bytes);
+    location = reinterpret_cast<int32_t*>(dynamic + kWarps * kernel.chunk_bytes);
     count = location + plan.P;
     send_offset = count + plan.P + 1;
     source_offset = send_offset + kernel.send_offset_entries;

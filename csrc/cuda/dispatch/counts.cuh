@@ -1,22 +1,30 @@
 // The count matrix: every rank learns how many pairs each source brings for each expert, before any
 // row has its expert-major offset (offsets.cuh).
 #pragma once
-#include "cuda/dispatch/routing.cuh"
+#include "cuda/dispatch/parts.cuh"
 
 namespace epmoe::cuda {
 
 constexpr int kSourcesInFlight = 4;  // sources whose words are loaded at once
 
-// The first notify block counts all tokens and sends the counts to every rank. Its words open the
-// round, unless the round may not be opened.
-template <int kGroupsInFlight>
+// The first notify block counts all tokens, with the Simple protocol by what the send blocks have
+// counted, and sends the counts to every rank. Its words open the round, unless the round may not
+// be opened.
+template <bool kLL, int kGroupsInFlight>
 __device__ __forceinline__ void send_counts(DispatchBlock& b, int32_t tokens) {
   const ExchangePlan& plan = b.plan;
   auto R = static_cast<int32_t>(plan.R);
   auto P = static_cast<int32_t>(plan.P);
-  count_tokens<kGroupsInFlight>(b, 0, tokens);
-  __syncthreads();
-  if (!b.may_open()) return;
+  if constexpr (kLL) {
+    count_tokens<kGroupsInFlight>(b, 0, tokens);
+    __syncthreads();
+    if (!b.may_open()) return;
+  } else {
+    __syncthreads();
+    if (!b.may_open()) return;
+    PartCounter<kGroupsInFlight>(b, tokens).count_up_to(tokens);
+    __syncthreads();
+  }
   // The rank of each expert gets its count. With the Simple protocol all other ranks get it too:
   // they may need it for the final rows of their own tokens.
   bool all = !b.kernel.uses_ll();

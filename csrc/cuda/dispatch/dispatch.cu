@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(threads_per_block(Of::value.recv_lines), Of::v
   if (threadIdx.x == 0)
     shared.epoch = next_epoch(last_epoch), shared.latched = latched, shared.mismatched = 0;
   if (leader && kernel.args.send) {
-    send_counts<kGroupsInFlight>(b, tokens);
+    send_counts<kLL, kGroupsInFlight>(b, tokens);
     int64_t wanted = wanted_tokens(kernel.args);
     if (threadIdx.x == 0 && wanted != kernel.tokens(wanted))
       ++in_scratch<int64_t>(ex, plan.health_counters)[kClampedNumTokens];
@@ -285,7 +285,7 @@ cudaError_t dispatch(const Exchange& exchange, const DispatchArgs& args, cudaStr
                         .source_offset_entries = static_cast<int32_t>(policy.source_offset_entries),
                         .row_chunks = static_cast<int32_t>(policy.row_chunks),
                         .chunk_bytes = static_cast<int32_t>(policy.chunk_bytes),
-                        .tokens_per_release = static_cast<int32_t>(policy.tokens_per_release),
+                        .batch_tokens = static_cast<int32_t>(policy.batch_tokens),
                         .asked = progress.more_rounds,
                         .call = {}};
   kernel.call = kernel.call_without_rows(static_cast<uint32_t>(progress.tag));

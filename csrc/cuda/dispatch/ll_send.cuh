@@ -163,7 +163,7 @@ __device__ __forceinline__ void send_pairs(DispatchBlock& b, int32_t tokens) {
     bool real = lanes.k < K && t < end;
     RoutedPair pair(b.args, t, lanes.k, real);
     int32_t p = physical(b, t, pair);
-    count_tokens<kGroupsInFlight>(b, counted, begin, 0, rank_major);
+    count_tokens<kGroupsInFlight>(b, counted, begin, rank_major);
     counted = end;
     uint32_t same = __match_any_sync(kAllLanes, p);
     uint32_t before = same & ((1u << lane) - 1);

@@ -17,30 +17,77 @@ __device__ __forceinline__ int32_t segment_start(int32_t length, int32_t alignme
   return start;
 }
 
-// The whole block computes where this source's pairs start on each expert's rank. Returns false,
-// without waiting, if a count is missing.
-__device__ __forceinline__ bool compute_send_offsets(DispatchBlock& b) {
+// Calls f(owner, local, entry of send_offset) for the experts of all ranks. The threads of the
+// block share them.
+template <typename F>
+__device__ __forceinline__ void each_expert(const DispatchBlock& b, F&& f) {
+  auto most = static_cast<int32_t>(b.plan.most_local_experts);
+  int32_t entries = static_cast<int32_t>(b.plan.R) * most;
+#pragma unroll 1
+  for (int32_t entry = threadIdx.x; entry < entries; entry += block_threads()) {
+    int32_t owner = entry / most;
+    int32_t local = entry - owner * most;
+    if (local < b.shared.num_experts[owner]) f(owner, local, entry);
+  }
+}
+
+// Whether a source has said that it uses the LL protocol. Its counts then go to each expert's rank
+// alone.
+__device__ __forceinline__ bool any_source_uses_ll(const DispatchBlock& b) {
+  bool any = false;
+#pragma unroll 1
+  for (int32_t r = 0; r < b.plan.R; ++r) {
+    Word word = Word::peek(b.kernel.counts(b.plan.rank, r));
+    CallWords call{static_cast<uint32_t>(word.value()), 0};
+    any = any || (b.wait.reached(word.epoch()) && call.is_ll());
+  }
+  return any;
+}
+
+// The whole block computes where this source's pairs start on each expert's rank. Returns false if
+// a count has not come within `patience_ns`.
+__device__ __forceinline__ bool compute_send_offsets(DispatchBlock& b, uint64_t patience_ns) {
   auto most = static_cast<int32_t>(b.plan.most_local_experts);
   auto alignment = static_cast<int32_t>(b.plan.alignment);
+  // The pairs of each expert from all sources.
   bool arrived = true;
+  uint64_t begin_ns = 0;
+  each_expert(b, [&](int32_t owner, int32_t local, int32_t entry) {
+    int32_t total = 0;
+    auto has_all = [&] {
+      total = 0;
+      return each_source<false>(b, owner, local, 0, 1,
+                                [&](int32_t, int32_t pairs) { total += pairs; });
+    };
+    while (arrived && !has_all()) {
+      uint64_t ns = now_ns();
+      if (!begin_ns) begin_ns = ns;
+      arrived = ns - begin_ns < patience_ns && !any_source_uses_ll(b);
+    }
+    b.send_offset[entry] = total;
+  });
+  if (!__syncthreads_and(arrived)) return false;
+  // Where their segments start: a warp for each rank.
   for (int32_t owner = threadIdx.x / 32; owner < b.plan.R; owner += block_warps()) {
     int32_t next = 0;
     for (int32_t base = 0; base < b.shared.num_experts[owner]; base += 32) {
       int32_t local = base + threadIdx.x % 32;
-      int32_t total = 0;
-      int32_t before = 0;
-      if (local < b.shared.num_experts[owner])
-        arrived =
-            arrived && each_source<false>(b, owner, local, 0, 1, [&](int32_t r, int32_t pairs) {
-              if (r < b.plan.rank) before += pairs;
-              total += pairs;
-            });
-      __syncwarp();
-      int32_t start = segment_start(total, alignment, next);
-      if (local < b.shared.num_experts[owner]) b.send_offset[owner * most + local] = start + before;
+      bool inside = local < b.shared.num_experts[owner];
+      int32_t* offset = b.send_offset + owner * most + local;
+      int32_t start = segment_start(inside ? *offset : 0, alignment, next);
+      if (inside) *offset = start;
     }
   }
-  return __syncthreads_and(arrived);
+  __syncthreads();
+  // Where this source's pairs start in them.
+  if (b.plan.rank == 0) return true;
+  each_expert(b, [&](int32_t owner, int32_t local, int32_t entry) {
+    each_source<false>(b, owner, local, 0, 1, [&](int32_t r, int32_t pairs) {
+      if (r < b.plan.rank) b.send_offset[entry] += pairs;
+    });
+  });
+  __syncthreads();
+  return true;
 }
 
 // The other warps of the block turn the pairs of each source into those of the sources before it,

@@ -48,18 +48,16 @@ struct PairLanes {
   }
 };
 
-// Adds tokens [begin, end) to the counts by expert, and with `by_rank` by rank. The block's warps
-// from `first_warp` on call it. A warp loads the pairs of kGroupsInFlight groups of tokens before
-// it counts the first group.
+// The whole block adds tokens [begin, end) to the counts by expert, and with `by_rank` by rank. A
+// warp loads the pairs of kGroupsInFlight groups of tokens before it counts the first group.
 template <int kGroupsInFlight>
 __device__ __forceinline__ void count_tokens(DispatchBlock& b, int32_t begin, int32_t end,
-                                             int32_t first_warp = 0, bool by_rank = true) {
+                                             bool by_rank = true) {
   int32_t K = b.args.K;
   int32_t lane = threadIdx.x % 32;
-  int32_t warp = threadIdx.x / 32 - first_warp;
-  if (warp < 0) return;
+  int32_t warp = threadIdx.x / 32;
   PairLanes lanes = PairLanes::dense(K);
-  int32_t step = (block_warps() - first_warp) * lanes.tokens;
+  int32_t step = block_warps() * lanes.tokens;
 #pragma unroll 1
   for (int32_t first = begin + warp * lanes.tokens + lanes.t; first - lanes.t < end;
        first += kGroupsInFlight * step) {
@@ -82,7 +80,7 @@ __device__ __forceinline__ void count_tokens(DispatchBlock& b, int32_t begin, in
   }
 }
 
-// One warp reads a token's pairs, a lane each, into row `n` of the block's table.
+// One warp reads a token's pairs, a lane each, into row `n` of the batch.
 __device__ __forceinline__ void read_token(DispatchBlock& b, int32_t t, int32_t n) {
   int32_t lane = threadIdx.x % 32;
   RoutedPair pair(b.args, t, lane, lane < b.args.K);

@@ -61,12 +61,18 @@ __device__ __forceinline__ bool recv_row(const DispatchBlock& b, int32_t r, int3
       in_window<float>(b.ex, plan.rank, plan.recv_scales) + slot * plan.scale_blocks;
   int64_t blocks = wire_scales(plan.payload_format, b.args.D);
   auto* row_scales = in_window<float>(b.ex, plan.rank, plan.row_scales);
+  // A sender has written all rows of its own rank.
+  if (pair.first_is_final && r == plan.rank) return true;
   if (pair.first_is_final) {
     int64_t first = __shfl_sync(kAllLanes, pair.row, __ffs(pairs) - 1);
     from = rows + first * vectors, scales_from = row_scales + first * blocks;
     pairs &= pairs - 1;
     if (!pairs) return true;
   }
+  // The first scales are loaded beside the first vectors.
+  float scale = 0.0f;
+  if constexpr (wire(kFormat).has_scales())
+    if (chunk == 0 && lane < blocks) scale = __ldcg(scales_from + lane);
   bool weigh = b.args.weight_rows && !wire(kFormat).has_scales();
   int32_t begin = vectors * chunk / chunks;
   int32_t end = vectors * (chunk + 1) / chunks;
@@ -98,14 +104,17 @@ __device__ __forceinline__ bool recv_row(const DispatchBlock& b, int32_t r, int3
   if (kMultiplies && pairs >> lane & 1u) write_product(b, pair.row, chunk, product);
   if constexpr (wire(kFormat).has_scales()) {
 #pragma unroll 1
-    for (uint32_t left = chunk ? 0 : pairs; left; left &= left - 1) {
-      int32_t k = __ffs(left) - 1;
-      int64_t to = __shfl_sync(kAllLanes, pair.row, k);
-      float factor = b.args.weight_rows ? __shfl_sync(kAllLanes, pair.weight, k) : 1.0f;
+    for (int64_t base = 0; chunk == 0 && base < blocks; base += 32) {
+      int64_t i = base + lane;
+      bool inside = i < blocks;
+      if (base && inside) scale = __ldcg(scales_from + i);
 #pragma unroll 1
-      for (int64_t i = lane; i < blocks; i += 32)
-        row_scales[to * blocks + i] =
-            weighted_scale(__ldcg(scales_from + i), b.args.weight_rows, factor);
+      for (uint32_t left = pairs; left; left &= left - 1) {
+        int32_t k = __ffs(left) - 1;
+        int64_t to = __shfl_sync(kAllLanes, pair.row, k);
+        float factor = __shfl_sync(kAllLanes, pair.weight, k);
+        if (inside) row_scales[to * blocks + i] = weighted_scale(scale, b.args.weight_rows, factor);
+      }
     }
   }
   return true;

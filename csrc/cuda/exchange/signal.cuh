@@ -37,6 +37,10 @@ struct Flag {
 static_assert(sizeof(Flag) == sizeof(uint32_t));
 
 __device__ __forceinline__ void release_all() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+// The same for flags that are read on this GPU. It does not wait for the wire.
+__device__ __forceinline__ void release_on_gpu() {
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
 
 // 8 bytes: a value and the epoch of its round. One access moves both, so no reader sees one without
 // the other.

@@ -197,13 +197,15 @@ struct FewRowsArgs {
   // The operator fused_experts: workspace, at least fused_counters() of them.
   int32_t* counters;
   int64_t num_counters;
-  void* out_ND;  // out: bf16
+  void* out_ND;       // out: bf16
+  void* gate_up_N2F;  // fused_experts in bf16: out, products of gate and up, or null
 };
 
-// The operator fused_experts: the same stage in fp8, in one kernel. Rows of an expert in a tile, at
-// most, and experts of a rank.
+// The operator fused_experts: the same stage in fp8 or bf16, in one kernel. Rows of an expert in a
+// tile, at most, and experts of a rank, whose table lies in shared memory.
 constexpr int64_t kFusedTokens = 128;
 constexpr int64_t kFusedExperts = 1024;
+constexpr int64_t kFusedExpertsBf16 = 224;
 
 // A counter for claims, and one for each tile of rows: an expert's last tile may be smaller.
 constexpr EPMOE_HD int64_t fused_counters(int64_t N, int64_t num_local_experts) {

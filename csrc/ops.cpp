@@ -335,6 +335,7 @@ ExpertsCall experts_call(const Tensor& rows, const MaybeTensor& row_scales, cons
       .counters = nullptr,
       .num_counters = 0,
       .out_ND = out.data_ptr(),
+      .gate_up_N2F = nullptr,
   };
   return {args, h, h_scales, out};
 }
@@ -356,6 +357,21 @@ Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor&
   return call.out;
 }
 
+// Launches the experts in one kernel.
+void launch_fused(const Tensor& rows, FewRowsArgs& args) {
+  const int64_t e = args.segments.num_local_experts;
+  STD_TORCH_CHECK(args.format != WeightFormat::kMxfp4, "weights must be float8_e4m3fn or bfloat16");
+  const bool fp8 = args.format == WeightFormat::kFp8;
+  STD_TORCH_CHECK(e <= (fp8 ? kFusedExperts : kFusedExpertsBf16), "there are too many experts");
+  args.num_counters = fused_counters(args.N, e);
+  // A tile's number is an int32.
+  const int64_t tiles_of_rows = ceil_div(args.F, kScaleBlock) + ceil_div(args.D, kScaleBlock);
+  STD_TORCH_CHECK(args.num_counters <= INT32_MAX / tiles_of_rows, "there are too many rows");
+  Tensor counters = empty_like_device(rows, {args.num_counters}, ScalarType::Int);
+  args.counters = static_cast<int32_t*>(counters.data_ptr());
+  launch(rows, args, &cuda::Api::fused_experts);
+}
+
 Tensor fused_experts(const Tensor& rows, const MaybeTensor& row_scales, const Tensor& gate_up,
                      const MaybeTensor& gate_up_scales, const MaybeTensor& gate_up_bias,
                      const Tensor& down, const MaybeTensor& down_scales,
@@ -365,18 +381,25 @@ Tensor fused_experts(const Tensor& rows, const MaybeTensor& row_scales, const Te
   ExpertsCall call = experts_call(rows, row_scales, gate_up, gate_up_scales, gate_up_bias, down,
                                   down_scales, down_bias, expert_offsets, tokens_per_expert,
                                   interleaved, limit, alpha, up_offset, /*by_blocks=*/true);
-  FewRowsArgs& args = call.args;
-  const int64_t e = args.segments.num_local_experts;
-  STD_TORCH_CHECK(args.format == WeightFormat::kFp8, "weights must be float8_e4m3fn");
-  STD_TORCH_CHECK(e <= kFusedExperts, "there are too many experts");
-  args.num_counters = fused_counters(args.N, e);
-  // A tile's number is an int32.
-  const int64_t tiles_of_rows = (args.F + args.D) / kScaleBlock;
-  STD_TORCH_CHECK(args.num_counters <= INT32_MAX / tiles_of_rows, "there are too many rows");
-  Tensor counters = empty_like_device(rows, {args.num_counters}, ScalarType::Int);
-  args.counters = static_cast<int32_t*>(counters.data_ptr());
-  launch(rows, args, &cuda::Api::fused_experts);
+  launch_fused(rows, call.args);
   return call.out;
+}
+
+// The same for training, in bf16: also the products of gate and up, which its backward needs.
+std::tuple<Tensor, Tensor> fused_experts_of_training(const Tensor& rows, const Tensor& w_gate_up,
+                                                     const Tensor& w_down, const MaybeTensor& bias,
+                                                     const Tensor& expert_offsets,
+                                                     const MaybeTensor& tokens_per_expert,
+                                                     bool interleaved, double limit, double alpha,
+                                                     double up_offset) {
+  ExpertsCall call = experts_call(rows, {}, w_gate_up, {}, bias, w_down, {}, {}, expert_offsets,
+                                  tokens_per_expert, interleaved, limit, alpha, up_offset,
+                                  /*by_blocks=*/true);
+  STD_TORCH_CHECK(call.args.format == WeightFormat::kBf16, "weights must be bfloat16");
+  Tensor gate_up = empty_like_device(rows, {call.args.N, 2 * call.args.F}, ScalarType::BFloat16);
+  call.args.gate_up_N2F = gate_up.data_ptr();
+  launch_fused(rows, call.args);
+  return {call.out, gate_up};
 }
 
 Tensor invariant_linear(const Tensor& x, const Tensor& weight) {
@@ -424,6 +447,7 @@ STABLE_TORCH_LIBRARY_IMPL(epmoe, CUDA, library) {
   library.impl("dequantize_mxfp4", TORCH_BOX(&dequantize_mxfp4));
   library.impl("few_rows", TORCH_BOX(&few_rows));
   library.impl("fused_experts", TORCH_BOX(&fused_experts));
+  library.impl("fused_experts_of_training", TORCH_BOX(&fused_experts_of_training));
   library.impl("invariant_linear", TORCH_BOX(&invariant_linear));
 }
 

@@ -108,8 +108,8 @@ def test_doctor_says_what_a_card_gets(
     ("capability", "problem", "level", "detail"),
     [
         ((8, 0), None, "ok", "torch's grouped GEMM: other ones need"),
-        ((9, 0), None, "ok", "DeepGEMM for weights in bf16; weights in fp8 take a kernel of"),
-        ((9, 0), ImportError("not installed"), "warn", "own grouped GEMM .*: not installed;"),
+        ((9, 0), None, "ok", "a kernel of epmoe's own .* bf16 and fp8; DeepGEMM with adapters"),
+        ((9, 0), ImportError("not installed"), "warn", "adapters slower ones, since not installed"),
     ],
 )
 def test_doctor_says_what_computes_experts(capability, problem, level, detail, monkeypatch):

@@ -340,7 +340,14 @@ def test_which_calls_take_the_kernels(name):
 
 
 FIT = {
-    BF16: ("few_rows", "few_rows_by_tma", "invariant_few_rows", "deep_gemm", "hopper"),
+    BF16: (
+        "few_rows",
+        "few_rows_by_tma",
+        "invariant_few_rows",
+        "fused_experts",
+        "deep_gemm",
+        "hopper",
+    ),
     FP8: ("few_rows", "few_rows_by_tma", "fused_experts", "deep_gemm"),
 }
 
@@ -348,7 +355,11 @@ FIT = {
 @pytest.mark.parametrize(
     ("dtype", "invariant", "others"),
     [
-        (BF16, ("invariant_few_rows", "hopper"), ("few_rows", "few_rows_by_tma", "deep_gemm")),
+        (
+            BF16,
+            ("invariant_few_rows", "hopper"),
+            ("few_rows", "few_rows_by_tma", "fused_experts", "deep_gemm"),
+        ),
         (FP8, ("fused_experts",), ("few_rows", "few_rows_by_tma", "fused_experts", "deep_gemm")),
     ],
 )

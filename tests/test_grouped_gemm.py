@@ -281,7 +281,17 @@ def one_element_later(*weights: Tensor) -> list[Tensor]:
         ("fused_experts", FP8, (1025, 128, 128), "at most 1024 experts, got 1025", {}),
         ("fused_experts", FP8, (2, 256, 256), "no kernel image", {"built": False}),
         ("fused_experts", FP8, (2, 256, 192), "multiples of 128", {}),
-        ("fused_experts", BF16, (2, 256, 256), "in float8_e4m3fn, got torch.bfloat16", {}),
+        ("fused_experts", BF16, (224, 64, 64), None, {}),
+        ("fused_experts", BF16, (225, 64, 64), "at most 224 experts, got 225", {}),
+        ("fused_experts", BF16, (2, 256, 96), "multiples of 64", {}),
+        ("fused_experts", BF16, (2, 256, 256), "contiguous", {"laid": transposed}),
+        (
+            "fused_experts",
+            MXFP4,
+            (2, 256, 256),
+            "in bfloat16 or float8_e4m3fn, got torch.float4_e2m1fn_x2",
+            {},
+        ),
         ("hopper", BF16, (4, 24, 8), None, {}),
         ("hopper", BF16, (4, 24, 8), None, {"laid": transposed}),
         (

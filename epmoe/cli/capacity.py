@@ -192,8 +192,8 @@ def experts(config: EPConfig) -> list[str]:
     if config.exchange.transport != "nvlink" or config.alignment % DeepGemm.block:
         return []
     return [
-        "Experts in bf16, and in fp8 with adapters, take DeepGEMM on GPUs of compute capability "
-        "9.0, where it is installed (`pip install epmoe[deep_gemm]`). Rounds of experts in bf16 or "
-        f"fp8 then start the rows of each expert at a multiple of {config.alignment}: the rows "
+        "Experts in bf16 or fp8 with adapters take DeepGEMM on GPUs of compute capability 9.0, "
+        "where it is installed (`pip install epmoe[deep_gemm]`). Rounds of experts in bf16 or fp8 "
+        f"then start the rows of each expert at a multiple of {config.alignment}: the rows "
         "above have room for it."
     ]

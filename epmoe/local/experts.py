@@ -152,14 +152,14 @@ class GroupedExperts(nn.Module):
 
     The argument `gemm` says which GEMM is used on GPUs:
 
-    - "auto": on compute capability 9.0, epmoe's own kernel for fp8 with D and F multiples of 128;
-      if adapters add to the products, DeepGEMM, if it is installed (`pip install
-      epmoe[deep_gemm]`). For bf16 with D and F multiples of 64, DeepGEMM, if it is installed.
-      Otherwise epmoe's own kernels on compute capability 9.0, for MXFP4 with multiples of 64, and
-      for bf16 with multiples of 8, which they can also train. Otherwise torch's `grouped_mm`. Calls
-      of `MoELayer` with few tokens use other kernels, which read the weights only once:
-      docs/kernels.md, "Experts with few rows". The bits of outputs then depend on the number of
-      tokens, unless the experts are `batch_invariant`.
+    - "auto": on compute capability 9.0, epmoe's own kernel for the whole stage. It takes fp8 with D
+      and F multiples of 128, and bf16 with multiples of 64 and up to 224 experts of a rank. If
+      adapters add to the products, or if a rank has more experts, DeepGEMM, if it is installed
+      (`pip install epmoe[deep_gemm]`). Otherwise epmoe's own GEMMs on compute capability 9.0, for
+      MXFP4 with multiples of 64, and for bf16 with multiples of 8, which they can also train.
+      Otherwise torch's `grouped_mm`. Calls of `MoELayer` with few tokens use other kernels, which
+      read the weights only once: docs/kernels.md, "Experts with few rows". The bits of outputs then
+      depend on the number of tokens, unless the experts are `batch_invariant`.
     - "deep_gemm": DeepGEMM. It is an error if it does not take the weights.
     - "hopper": epmoe's own kernels. It is an error if they do not take the weights.
     - "torch": none of these. fp8 weights are then dequantized in every call. The result is right,

@@ -83,8 +83,9 @@ _EXPERTS = (
     "Tensor? tokens_per_expert, bool interleaved, float limit, float alpha, float up_offset"
 )
 _library.define(f"few_rows({_EXPERTS}, int token_tiles) -> Tensor")
-# The same stage in fp8 as one kernel, on GPUs of compute capability 9.0 and for at most 1024
-# experts. Its sums have the order of DeepGEMM.
+# The same stage in fp8 or bf16 as one kernel, on GPUs of compute capability 9.0. In fp8 it takes at
+# most 1024 experts, and its sums have the order of DeepGEMM. In bf16 it takes at most 224, and sums
+# have the order of `hopper_gemm`.
 _library.define(f"fused_experts({_EXPERTS}) -> Tensor")
 # Grouped GEMMs in bf16 on GPUs of compute capability 9.0. For each expert: rows [N, k] · weights
 # [e, n, k]ᵀ → [N, n], and grad [N, n]ᵀ · rows [N, k] → [e, n, k]. `ends` has for each expert the
@@ -98,6 +99,11 @@ _library.define("hopper_gemm_weights(Tensor grad, Tensor rows, Tensor ends) -> T
 _GATING = "bool interleaved, float limit, float alpha, float up_offset"
 _library.define(
     "hopper_experts(Tensor rows, Tensor w_gate_up, Tensor w_down, Tensor? bias, Tensor "
+    f"expert_offsets, Tensor? tokens_per_expert, {_GATING}) -> (Tensor out, Tensor gate_up)"
+)
+# The same in one kernel, with the same bits.
+_library.define(
+    "fused_experts_of_training(Tensor rows, Tensor w_gate_up, Tensor w_down, Tensor? bias, Tensor "
     f"expert_offsets, Tensor? tokens_per_expert, {_GATING}) -> (Tensor out, Tensor gate_up)"
 )
 _library.define(

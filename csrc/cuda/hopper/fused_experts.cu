@@ -1,5 +1,5 @@
-// The experts stage in fp8 as one kernel, for calls of any size. Its bits are those of
-// few_rows_by_tma.cu and DeepGEMM.
+// The experts stage in fp8 or bf16 as one kernel, for calls of any size. Its bits are those of
+// few_rows_by_tma.cu, and of DeepGEMM in fp8 and grouped_gemm.cu in bf16.
 //
 //   rows ─ gate and up, activation ─▶ h ─ down ─▶ outputs
 //
@@ -25,11 +25,11 @@ using namespace fused;
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // Each width has loops of its own.
-template <int kWidth = kTokenStep>
-__device__ __forceinline__ void multiply_tile(const Tile& tile, Shared& shared, Stages& ring,
+template <typename T, int kWidth = kTokenStep>
+__device__ __forceinline__ void multiply_tile(const Tile& tile, Shared<T>& shared, Stages<T>& ring,
                                               int32_t turn) {
   if constexpr (kWidth < kTokens)
-    if (tile.width > kWidth) return multiply_tile<kWidth + kTokenStep>(tile, shared, ring, turn);
+    if (tile.width > kWidth) return multiply_tile<T, kWidth + kTokenStep>(tile, shared, ring, turn);
   float first[kWidth / 2] = {};
   float second[kWidth / 2] = {};
   sum_tile(tile, shared, ring, first, second);
@@ -38,18 +38,19 @@ __device__ __forceinline__ void multiply_tile(const Tile& tile, Shared& shared, 
 
 #endif
 
+template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     fused_experts_kernel(const __grid_constant__ FewRowsArgs args,
                          const __grid_constant__ Maps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) char given[];
-  auto& shared = *reinterpret_cast<Shared*>(given);
-  Stages ring(shared.stages[0], shared.mbarriers, kFilling, kEmptying);
+  auto& shared = *reinterpret_cast<Shared<T>*>(given);
+  Stages<T> ring(shared.stages[0], shared.mbarriers, kFilling<T>, kEmptying);
   if (threadIdx.x == 0) {
     for (int32_t i = 0; i < kQueue; ++i) {
       init_mbarrier(&shared.claimed[i], 1);
       init_mbarrier(&shared.readable[i], 1);
-      init_mbarrier(&shared.done[i], kUsers);
+      init_mbarrier(&shared.done[i], kUsers<T>);
     }
     init_mbarrier(&shared.wanted, 1);
     init_mbarrier(&shared.summed, kMultipliers / 32);
@@ -76,16 +77,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     const bool first_lane = threadIdx.x % 32 == 0;
     if (role == Role::kWeights && first_lane) load_weights(args, maps, shared, ring);
     if (role == Role::kRows && first_lane) load_rows(args, maps, shared, ring);
-    if (role == Role::kScales) load_scales(args, shared, ring);
+    if constexpr (T::kScaled)
+      if (role == Role::kScales) load_scales(args, shared, ring);
     if (role == Role::kClaims && first_lane) claim_tiles(args, shared, first_claim);
     return;
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMathRegisters));
-  Tiles tiles(shared, shared.claimed);
+  Tiles<T> tiles(shared, shared.claimed);
   for (int32_t turn = 0;; ++turn) {
     const Tile& tile = tiles.next();
     if (tile.expert == kNoTile) return;
     multiply_tile(tile, shared, ring, turn);
+    turn += further_turns<T>(tile);
     tiles.done_as_warp();
   }
 #endif
@@ -100,22 +103,32 @@ __global__ void clear_counters(const __grid_constant__ FewRowsArgs args) {
   if (i < args.num_counters) args.counters[i] = 0;
 }
 
+template <typename T>
 cudaError_t describe_all(const FewRowsArgs& args, Maps& maps) {
+  constexpr int kBytes = static_cast<int>(sizeof(typename T::Element));
   const int64_t e = args.segments.num_local_experts;
   // Gates, and ups behind them: F lines further on, or one where they lie by turns.
-  auto* gates = static_cast<const uint8_t*>(args.gate_up_e2FD);
+  auto* gates = static_cast<const typename T::Element*>(args.gate_up_e2FD);
   const int64_t to_ups = (args.interleaved ? 1 : args.F) * args.D;
   const Strides strides = {(args.interleaved ? 2 : 1) * args.D, 2 * args.F * args.D};
   for (auto* map : {&maps.gates, &maps.ups}) {
-    const uint8_t* at = gates + (map == &maps.ups ? to_ups : 0);
-    if (cudaError_t error = describe(*map, at, args.D, args.F, e, strides, kBoxRows, 1))
+    const auto* at = gates + (map == &maps.ups ? to_ups : 0);
+    if (cudaError_t error = describe(*map, at, args.D, args.F, e, strides, kBoxRows, kBytes))
       return error;
   }
-  if (cudaError_t error = describe(maps.down, args.down_eDF, args.F, args.D, e, kBoxRows, 1))
+  if (cudaError_t error = describe(maps.down, args.down_eDF, args.F, args.D, e, kBoxRows, kBytes))
     return error;
-  if (cudaError_t error = describe(maps.rows, args.rows_ND, args.D, args.N, 1, kTokenStep, 1))
+  if (cudaError_t error = describe(maps.rows, args.rows_ND, args.D, args.N, 1, kTokenStep, kBytes))
     return error;
-  return describe(maps.h, args.h_NF, args.F, args.N, 1, kTokenStep, 1);
+  return describe(maps.h, args.h_NF, args.F, args.N, 1, kTokenStep, kBytes);
+}
+
+template <typename T>
+cudaError_t launch_of(const FewRowsArgs& args, const Device& device, cudaStream_t stream) {
+  Maps maps;
+  if (cudaError_t error = describe_all<T>(args, maps)) return error;
+  return launch(fused_experts_kernel<T>, device.multiprocessors, kThreads,
+                Shared<T>::bytes(args.segments.num_local_experts), stream, args, maps);
 }
 
 }  // namespace
@@ -126,13 +139,11 @@ cudaError_t fused_experts(const FewRowsArgs& args, cudaStream_t stream) {
   Device device;
   if (cudaError_t error = current_device(device)) return error;
   if (device.major != 9) return cudaErrorNoKernelImageForDevice;  // nothing was compiled for sm_90a
-  Maps maps;
-  if (cudaError_t error = describe_all(args, maps)) return error;
   if (cudaError_t error = launch(clear_counters, ceil_div(args.num_counters, kThreadsToClear),
                                  kThreadsToClear, 0, stream, args))
     return error;
-  return launch(fused_experts_kernel, device.multiprocessors, kThreads,
-                Shared::bytes(args.segments.num_local_experts), stream, args, maps);
+  return args.format == WeightFormat::kFp8 ? launch_of<Fp8>(args, device, stream)
+                                           : launch_of<Bf16>(args, device, stream);
 }
 
 }  // namespace epmoe::cuda

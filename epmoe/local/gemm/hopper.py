@@ -32,6 +32,10 @@ _STEPS = {torch.bfloat16: 8, MXFP4: 64}
 _BYTES = 16
 # The most experts of a rank. Their table lies in shared memory.
 _MOST_EXPERTS = 512
+FUSED_STEP = 64
+"""The number that must divide D and F of bf16 weights in the kernel for the whole stage."""
+MOST_FUSED_EXPERTS = 224
+"""The most experts of a rank with bf16 weights there. Their table lies in shared memory."""
 
 
 class Hopper(Gemm):
@@ -88,9 +92,13 @@ class Hopper(Gemm):
     def train(
         self, rows: Tensor, weights: TrainedWeights, segments: TrainedSegments, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        out, gate_up = ops.hopper_experts(
-            _for_tma(rows), weights.gate_up, weights.down, bias, *segments
-        )
+        """See `Gemm.train`. If one kernel takes the weights it computes the whole stage. The bits
+        are the same.
+        """
+        operator = ops.hopper_experts
+        if _fits_one_kernel(weights):
+            operator = ops.fused_experts_of_training
+        out, gate_up = operator(_for_tma(rows), weights.gate_up, weights.down, bias, *segments)
         return out, gate_up
 
     def train_backward(
@@ -126,6 +134,14 @@ class Hopper(Gemm):
         if not needs_down:
             gradients = gradients._replace(w_down=None)
         return gradients
+
+
+def _fits_one_kernel(weights: TrainedWeights) -> bool:
+    """Whether the kernel of `FusedExperts` takes these weights, for which `trains` is True."""
+    e, D, F = weights.down.shape
+    if e > MOST_FUSED_EXPERTS or D % FUSED_STEP or F % FUSED_STEP:
+        return False
+    return _fits_tma(weights.gate_up) and _fits_tma(weights.down)
 
 
 def _fits_tma(tensor: Tensor) -> bool:

@@ -19,7 +19,8 @@ __device__ __forceinline__ int32_t ceil_of(int32_t a, int32_t b) { return a ? (a
 // Notes the rows of each expert, and counts tiles of rows before it: each thread those of some
 // experts, and the first warp adds. Segments that overlap could have more of them than there are
 // counters.
-__device__ __forceinline__ void count_parts(const FewRowsArgs& args, Shared& shared) {
+template <typename T>
+__device__ __forceinline__ void count_parts(const FewRowsArgs& args, Shared<T>& shared) {
   const int32_t e = args.segments.num_local_experts;
   const auto most = static_cast<int32_t>(args.num_counters - kWritten);
   int32_t* first = shared.first;
@@ -43,13 +44,21 @@ __device__ __forceinline__ void count_parts(const FewRowsArgs& args, Shared& sha
   __syncthreads();
 }
 
+// Tiles of h side by side. In fp8 none is in part behind the end of h.
+template <typename T>
+__device__ __forceinline__ int32_t h_tiles(int32_t F) {
+  return T::kScaled ? F / kHColumns : ceil_of(F, kHColumns);
+}
+
 // The tile of a number. Tiles of the same weights follow one another.
-__device__ __forceinline__ Tile tile_of(const FewRowsArgs& args, Shared& shared, int32_t number) {
+template <typename T>
+__device__ __forceinline__ Tile tile_of(const FewRowsArgs& args, Shared<T>& shared,
+                                        int32_t number) {
   const int32_t* first = shared.first;
   const int32_t e = args.segments.num_local_experts;
   const auto D = static_cast<int32_t>(args.D);
   const auto F = static_cast<int32_t>(args.F);
-  const int32_t tiles_of_h = first[e] * (F / kHColumns);
+  const int32_t tiles_of_h = first[e] * h_tiles<T>(F);
   const bool down = number >= tiles_of_h;
   if (down) number -= tiles_of_h;
   const int32_t columns = down ? kOutputs : kHColumns;
@@ -71,7 +80,7 @@ __device__ __forceinline__ Tile tile_of(const FewRowsArgs& args, Shared& shared,
           .width = ceil_of(count, kTokenStep) * kTokenStep,
           .column = in_expert / parts * columns,
           .part = first[expert] + in_expert % parts,
-          .steps = (down ? F : D) / static_cast<int32_t>(kScaleBlock),
+          .steps = (down ? F : D) / kStep<T>,
           .down = down};
 }
 
@@ -82,7 +91,8 @@ __device__ __forceinline__ int32_t claim(const FewRowsArgs& args) {
 // One thread claims tiles for its block until there is none. The first number is given. It claims
 // the next one when the loader of rows nears the end of its last one: a tile that is claimed early
 // may wait behind a long one.
-__device__ __forceinline__ void claim_tiles(const FewRowsArgs& args, Shared& shared,
+template <typename T>
+__device__ __forceinline__ void claim_tiles(const FewRowsArgs& args, Shared<T>& shared,
                                             int32_t number) {
   for (int32_t turn = 0;; ++turn) {
     const int32_t place = turn % kQueue;
@@ -97,10 +107,12 @@ __device__ __forceinline__ void claim_tiles(const FewRowsArgs& args, Shared& sha
 }
 
 // The tiles of this block in turn, as another role uses them.
+template <typename T>
 class Tiles {
  public:
   // `told` are the mbarriers of the places that it waits for.
-  __device__ __forceinline__ Tiles(Shared& shared, uint64_t* told) : shared_(shared), told_(told) {}
+  __device__ __forceinline__ Tiles(Shared<T>& shared, uint64_t* told)
+      : shared_(shared), told_(told) {}
 
   __device__ __forceinline__ int32_t place() const { return turn_ % kQueue; }
   // Waits for the next tile, which keeps its place until its users are done.
@@ -118,7 +130,7 @@ class Tiles {
   }
 
  private:
-  Shared& shared_;
+  Shared<T>& shared_;
   uint64_t* told_;
   int32_t turn_ = 0;
 };

@@ -19,10 +19,11 @@ struct Maps {
   CUtensorMap gates, ups, down, rows, h;
 };
 
+template <typename T>
 __device__ __forceinline__ void load_weights(const FewRowsArgs& args, const Maps& maps,
-                                             Shared& shared, Stages ring) {
+                                             Shared<T>& shared, Stages<T> ring) {
   constexpr int kHalf = kBoxRows * kLineBytes;
-  Tiles tiles(shared, shared.claimed);
+  Tiles<T> tiles(shared, shared.claimed);
   while (true) {
     const Tile tile = tiles.next();
     if (tile.expert == kNoTile) return;
@@ -35,9 +36,9 @@ __device__ __forceinline__ void load_weights(const FewRowsArgs& args, const Maps
     for (int32_t step = 0; step < tile.steps; ++step, ++ring.turn) {
       ring.wait_empty();
       expect_bytes(ring.filled(), both ? 2 * kHalf : kHalf);
-      load_box(first, ring.stage(), ring.filled(), step * kStepBytes, tile.column, tile.expert);
+      load_box(first, ring.stage(), ring.filled(), step * kStep<T>, tile.column, tile.expert);
       if (both)
-        load_box(second, ring.stage() + kHalf, ring.filled(), step * kStepBytes, second_row,
+        load_box(second, ring.stage() + kHalf, ring.filled(), step * kStep<T>, second_row,
                  tile.expert);
     }
     tiles.done();
@@ -67,24 +68,25 @@ __device__ __forceinline__ bool await_h(const int32_t* written, int32_t wanted) 
   return true;
 }
 
-__device__ __forceinline__ void load_rows(const FewRowsArgs& args, const Maps& maps, Shared& shared,
-                                          Stages ring) {
-  const int32_t tiles_of_h = static_cast<int32_t>(args.F) / kHColumns;
-  Tiles tiles(shared, shared.claimed);
+template <typename T>
+__device__ __forceinline__ void load_rows(const FewRowsArgs& args, const Maps& maps,
+                                          Shared<T>& shared, Stages<T> ring) {
+  const int32_t tiles_of_h = h_tiles<T>(static_cast<int32_t>(args.F));
+  Tiles<T> tiles(shared, shared.claimed);
   while (true) {
     const Tile& claimed = tiles.next();
     // After one wait that was too long, none waits.
     if (claimed.expert != kNoTile && claimed.down && !shared.late)
       shared.late = !await_h(&args.counters[kWritten + claimed.part], tiles_of_h);
-    arrive(&shared.readable[tiles.place()]);
+    if constexpr (T::kScaled) arrive(&shared.readable[tiles.place()]);
     if (claimed.expert == kNoTile) return;
     const CUtensorMap& map = claimed.down ? maps.h : maps.rows;
     const int32_t width = claimed.width;
     const int32_t row = claimed.row;
-    const int32_t end = claimed.steps * kStepBytes;
-    const int32_t wanted_at = max(claimed.steps - kWantedBefore, 0) * kStepBytes;
+    const int32_t end = claimed.steps * kStep<T>;
+    const int32_t wanted_at = max(claimed.steps - kWantedBefore, 0) * kStep<T>;
 #pragma unroll 1
-    for (int32_t k = 0; k < end; k += kStepBytes, ++ring.turn) {
+    for (int32_t k = 0; k < end; k += kStep<T>, ++ring.turn) {
       if (k == wanted_at) arrive(&shared.wanted);
       ring.wait_empty();
       expect_bytes(ring.filled(), width * kLineBytes);
@@ -112,6 +114,7 @@ __device__ __forceinline__ void arrive_with_copies(uint64_t* mbarrier) {
 
 // Scales of a tile as one lane copies them: a number for each step along k of every 32nd row, and
 // of one of the four parts of its weights. What lies behind the rows stays as it is.
+template <typename T>
 class LaneScales {
  public:
   __device__ __forceinline__ LaneScales(const FewRowsArgs& args, const Tile& tile)
@@ -125,7 +128,7 @@ class LaneScales {
   }
 
   // Starts to copy those of the next step.
-  __device__ __forceinline__ void copy_next(Shared& shared, int32_t stage) {
+  __device__ __forceinline__ void copy_next(Shared<T>& shared, int32_t stage) {
     const float* from = of_row_;
     float* to = &shared.token_scales[stage][lane_];
 #pragma unroll 1
@@ -138,7 +141,7 @@ class LaneScales {
   }
 
   // Where h has not come in time all sums become NaN, and so do the outputs.
-  __device__ __forceinline__ void spoil(Shared& shared, int32_t stage) const {
+  __device__ __forceinline__ void spoil(Shared<T>& shared, int32_t stage) const {
     for (int32_t token = lane_; token < count_; token += 32)
       shared.token_scales[stage][token] = NAN;
     if (lane_ < 2 * kGroups) shared.weight_scales[stage][lane_ / 2][lane_ % 2] = NAN;
@@ -168,23 +171,25 @@ class LaneScales {
   const float* of_weights_;
 };
 
-__device__ __forceinline__ void load_scales(const FewRowsArgs& args, Shared& shared, Stages ring) {
-  Tiles tiles(shared, shared.readable);
+template <typename T>
+__device__ __forceinline__ void load_scales(const FewRowsArgs& args, Shared<T>& shared,
+                                            Stages<T> ring) {
+  Tiles<T> tiles(shared, shared.readable);
   while (true) {
     const Tile& tile = tiles.next();
     if (tile.expert == kNoTile) return;
     const bool spoilt = tile.down && shared.late;
     const int32_t end = ring.turn + tile.steps;
-    LaneScales scales(args, tile);
+    LaneScales<T> scales(args, tile);
     tiles.done_as_warp();
 #pragma unroll 1
     for (; ring.turn < end; ++ring.turn) {
       ring.wait_empty();
       if (spoilt) {
-        scales.spoil(shared, ring.turn % kStages);
+        scales.spoil(shared, ring.turn % T::kStages);
         arrive(ring.filled());
       } else {
-        scales.copy_next(shared, ring.turn % kStages);
+        scales.copy_next(shared, ring.turn % T::kStages);
         arrive_with_copies(ring.filled());
       }
     }

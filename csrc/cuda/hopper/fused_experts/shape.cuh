@@ -1,11 +1,35 @@
-// What the roles of the experts in one kernel share: the sizes of a tile, and the shared memory of
-// a block.
+// What the roles of the experts in one kernel share: the sizes of a tile by the dtype of its
+// factors, and the shared memory of a block.
 #pragma once
 #include "args.h"
 #include "cuda/hopper/ring.cuh"
 #include "cuda/local/real_rows.cuh"
 
 namespace epmoe::cuda::fused {
+
+// --- Formats ---
+
+// Weights, rows and h in fp8, with scales.
+struct Fp8 {
+  using Element = uint8_t;
+  static constexpr bool kScaled = true;
+  static constexpr int kStages = 3;
+  // Rows of a tile whose products leave at once: all of them.
+  static constexpr int kLeavingTokens = static_cast<int>(kFusedTokens);
+  static constexpr int64_t kMostExperts = kFusedExperts;
+};
+
+// The same in bf16, without scales.
+struct Bf16 {
+  using Element = __nv_bfloat16;
+  static constexpr bool kScaled = false;
+  // A step takes half as long as in fp8, where sums are scaled. With three stages loads came too
+  // late, which cost up to 18 % with many rows.
+  static constexpr int kStages = 4;
+  // Half of the rows leave, then the others: so there is room for the fourth stage.
+  static constexpr int kLeavingTokens = static_cast<int>(kFusedTokens) / 2;
+  static constexpr int64_t kMostExperts = kFusedExpertsBf16;
+};
 
 // --- A tile ---
 
@@ -15,16 +39,18 @@ constexpr int kWeightRows = 256;
 constexpr int kHColumns = static_cast<int>(kScaleBlock);
 // Outputs in a tile.
 constexpr int kOutputs = kWeightRows;
-// Rows of an expert in a tile, at most. More leave no registers: two sums of a thread, of half as
-// many columns each, and sums of one block of k.
+// Rows of an expert in a tile, at most. In fp8 more leave no registers: two sums of a thread, of
+// half as many columns each, and sums of one block of k. In bf16 tiles of 144 to 176 rows, which
+// leave room for three stages only, were slower.
 constexpr int kTokens = static_cast<int>(kFusedTokens);
 // A tile's rows are rounded up to a multiple of it, which is also the lines of a box.
 constexpr int kTokenStep = 16;
 // Weight rows in a box.
 constexpr int kBoxRows = 128;
-// Bytes along k in a step: the values that share a scale.
-constexpr int kStepBytes = static_cast<int>(kScaleBlock);
-static_assert(kStepBytes == kLineBytes);
+// Elements along k in a step: a line. In fp8 they share a scale.
+template <typename T>
+constexpr int kStep = kLineBytes / static_cast<int>(sizeof(typename T::Element));
+static_assert(kStep<Fp8> == kScaleBlock);
 
 // --- The block ---
 
@@ -46,22 +72,25 @@ static_assert(kLoadRegisters + kWriteRegisters + kGroups * kMathRegisters <= 4 *
 
 // --- Shared memory ---
 
-constexpr int kStages = 3;
 constexpr int kWeightBytes = kWeightRows * kLineBytes;
 constexpr int kStageBytes = kWeightBytes + kTokens * kLineBytes;
-using Stages = Ring<kStages, kStageBytes>;
+template <typename T>
+using Stages = Ring<T::kStages, kStageBytes>;
 // Who fills a stage: the thread that loads weights, the one that loads rows, and each lane of the
 // warp that loads scales.
-constexpr int kFilling = 1 + 1 + 32;
+template <typename T>
+constexpr int kFilling = 1 + 1 + (T::kScaled ? 32 : 0);
 constexpr int kEmptying = kMultipliers / 32;
 // Places for tiles on their way from the warp that claims. One keeps its place while it is
 // multiplied, since warps that multiply have no registers for it.
 constexpr int kQueue = 4;
-// Who uses a tile: three warps that load, those that multiply, and those that write.
-constexpr int kUsers = 3 + kMultipliers / 32 + kWriters / 32;
+// Who uses a tile: the warps that load, those that multiply, and those that write.
+template <typename T>
+constexpr int kUsers = (T::kScaled ? 3 : 2) + kMultipliers / 32 + kWriters / 32;
 // Boxes of a tile's products in bf16, of 64 columns each: of a warpgroup its first sums, then its
 // second ones.
-constexpr int kLeavingBytes = kTokens * kLineBytes;
+template <typename T>
+constexpr int kLeavingBytes = T::kLeavingTokens * kLineBytes;
 constexpr int kLeavingBoxes = 2 * kGroups;
 
 struct Tile {
@@ -76,6 +105,12 @@ struct Tile {
 };
 constexpr int32_t kNoTile = -1;
 
+// How often a tile's products leave, beyond once.
+template <typename T>
+__device__ __forceinline__ int32_t further_turns(const Tile& tile) {
+  return T::kLeavingTokens < kTokens ? (tile.width - 1) / T::kLeavingTokens : 0;
+}
+
 // threadIdx.x, read anew for each tile. What the compiler derives from a value that stays the same
 // it computes once, and keeps it in memory while a tile is multiplied, which needs all registers.
 // To read it back took longer than all else there.
@@ -85,15 +120,17 @@ __device__ __forceinline__ int32_t thread_of_tile() {
   return thread;
 }
 
+template <typename T>
 struct Shared {
-  char stages[kStages][kStageBytes];
+  char stages[T::kStages][kStageBytes];
   // Products of a tile, on their way out.
-  char leaving[kLeavingBoxes][kLeavingBytes];
-  // Of a stage: scales of rows, and of the weights of each warpgroup's two sums.
-  float token_scales[kStages][kTokens];
-  float weight_scales[kStages][kGroups][2];
+  char leaving[kLeavingBoxes][kLeavingBytes<T>];
+  // Of a stage: scales of rows, and of the weights of each warpgroup's two sums. bf16 has none, and
+  // an array has at least one element.
+  float token_scales[T::kScaled ? T::kStages : 1][T::kScaled ? kTokens : 1];
+  float weight_scales[T::kScaled ? T::kStages : 1][kGroups][2];
   Tile queue[kQueue];
-  uint64_t mbarriers[2 * kStages];
+  uint64_t mbarriers[2 * T::kStages];
   // Of the places of the queue: a tile has been claimed, its rows or its h may be read, and all its
   // users are done.
   uint64_t claimed[kQueue];
@@ -112,10 +149,15 @@ struct Shared {
   __device__ __forceinline__ SegmentRows* rows(int32_t experts) {
     return reinterpret_cast<SegmentRows*>(first + experts + 1);
   }
-  static int64_t bytes(int64_t experts) {
+  static constexpr int64_t bytes(int64_t experts) {
     return static_cast<int64_t>(sizeof(Shared) + (experts + 1) * sizeof(int32_t) +
                                 experts * sizeof(SegmentRows));
   }
 };
+
+// The shared memory of a multiprocessor, without what CUDA takes of it for a block.
+constexpr int64_t kMostSharedBytes = 227 << 10;
+static_assert(Shared<Fp8>::bytes(Fp8::kMostExperts) <= kMostSharedBytes);
+static_assert(Shared<Bf16>::bytes(Bf16::kMostExperts) <= kMostSharedBytes);
 
 }  // namespace epmoe::cuda::fused

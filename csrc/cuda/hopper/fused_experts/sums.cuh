@@ -1,6 +1,7 @@
 // The sums of a tile. Weights are the rows of the tensor core, tokens its columns: a NaN, or what a
-// gap holds, stays in its column. Each step along k is a block of scales, whose sums are scaled in
-// fp32 and added, in the order of few_rows_by_tma.cu and of DeepGEMM.
+// gap holds, stays in its column. In fp8 each step along k is a block of scales, whose sums are
+// scaled in fp32 and added, in the order of few_rows_by_tma.cu and of DeepGEMM. In bf16 the tensor
+// core adds all steps, as in grouped_gemm.cu.
 #pragma once
 #include "cuda/hopper/fused_experts/shape.cuh"
 
@@ -16,7 +17,7 @@ __device__ __forceinline__ void multiply_step(uint64_t weights, uint64_t tokens,
   wgmma_begin();
   wgmma<Factors::kFirstFp8>(sums, weights, tokens);
 #pragma unroll
-  for (int k = kProduct; k < kStepBytes; k += kProduct)
+  for (int k = kProduct; k < kStep<Fp8>; k += kProduct)
     wgmma<Factors::kFp8>(sums, weights + k / kUnit, tokens + k / kUnit);
   wgmma_commit();
   wgmma_wait<0>();
@@ -42,8 +43,9 @@ __device__ __forceinline__ void add_scaled(float (&sums)[kCount], const float (&
 
 // A warpgroup's sums: `first` of 64 gates and `second` of their ups, or of 64 outputs each.
 template <int kCount>
-__device__ __forceinline__ void sum_tile(const Tile& tile, const Shared& shared, Stages& ring,
-                                         float (&first)[kCount], float (&second)[kCount]) {
+__device__ __forceinline__ void sum_tile(const Tile& tile, const Shared<Fp8>& shared,
+                                         Stages<Fp8>& ring, float (&first)[kCount],
+                                         float (&second)[kCount]) {
   // The shuffle tells the compiler that a warp has one group, so that operands need no registers of
   // each thread.
   const int32_t group = __shfl_sync(kAllLanes, threadIdx.x / kWarpgroup, 0);
@@ -52,7 +54,7 @@ __device__ __forceinline__ void sum_tile(const Tile& tile, const Shared& shared,
   float step_sums[kCount] = {};
   for (const int32_t end = ring.turn + tile.steps; ring.turn < end;) {
     ring.wait_filled();
-    const int32_t stage = ring.turn % kStages;
+    const int32_t stage = ring.turn % Fp8::kStages;
     const uint32_t at = ring.stage();
     const uint64_t first_weights = wgmma_operand(at + first_at);
     const uint64_t second_weights = wgmma_operand(at + first_at + to_second);
@@ -71,17 +73,45 @@ __device__ __forceinline__ void sum_tile(const Tile& tile, const Shared& shared,
   }
 }
 
-// The sums leave in bf16, a token's columns side by side, once what lay there has been taken.
+// The same in bf16. A step's products go on while the next ones start.
 template <int kCount>
-__device__ __forceinline__ void leave(Shared& shared, int32_t turn, const float (&first)[kCount],
+__device__ __forceinline__ void sum_tile(const Tile& tile, const Shared<Bf16>&, Stages<Bf16>& ring,
+                                         float (&first)[kCount], float (&second)[kCount]) {
+  constexpr int kProductBytes = 32;
+  constexpr int kUnit = 16;  // bytes, of an operand
+  const int32_t group = __shfl_sync(kAllLanes, threadIdx.x / kWarpgroup, 0);
+  const uint32_t first_at = group * (tile.down ? 2 * kBoxBytes : kBoxBytes);
+  const uint32_t to_second = tile.down ? kBoxBytes : 2 * kBoxBytes;
+  ring.multiply(tile.steps, [&](uint32_t stage) {
+    const uint64_t first_weights = wgmma_operand(stage + first_at);
+    const uint64_t second_weights = wgmma_operand(stage + first_at + to_second);
+    const uint64_t tokens = wgmma_operand(stage + kWeightBytes);
+#pragma unroll
+    for (int k = 0; k < kLineBytes / kUnit; k += kProductBytes / kUnit)
+      wgmma<Factors::kAlong>(first, first_weights + k, tokens + k);
+#pragma unroll
+    for (int k = 0; k < kLineBytes / kUnit; k += kProductBytes / kUnit)
+      wgmma<Factors::kAlong>(second, second_weights + k, tokens + k);
+  });
+}
+
+// The sums leave in bf16, a token's columns side by side, once what lay there has been taken.
+// `turn` counts how often they do.
+template <typename T, int kCount>
+__device__ __forceinline__ void leave(Shared<T>& shared, int32_t turn, const float (&first)[kCount],
                                       const float (&second)[kCount]) {
-  if (turn) wait_mbarrier(&shared.taken, (turn - 1) & 1);
-  const int32_t thread = thread_of_tile();
-  const int32_t box = thread / kWarpgroup * 2;
-  store_turned<2 * kCount>(shared_address(shared.leaving[box]), first, 0, thread);
-  store_turned<2 * kCount>(shared_address(shared.leaving[box + 1]), second, 0, thread);
-  __syncwarp();
-  if (thread % 32 == 0) arrive(&shared.summed);
+  constexpr int kWidth = 2 * kCount;
+  constexpr int kAtOnce = kWidth < T::kLeavingTokens ? kWidth : T::kLeavingTokens;
+#pragma unroll
+  for (int from = 0; from < kWidth; from += kAtOnce, ++turn) {
+    if (turn) wait_mbarrier(&shared.taken, (turn - 1) & 1);
+    const int32_t thread = thread_of_tile();
+    const int32_t box = thread / kWarpgroup * 2;
+    store_turned<kAtOnce>(shared_address(shared.leaving[box]), first, from, thread);
+    store_turned<kAtOnce>(shared_address(shared.leaving[box + 1]), second, from, thread);
+    __syncwarp();
+    if (thread % 32 == 0) arrive(&shared.summed);
+  }
 }
 
 }  // namespace epmoe::cuda::fused

@@ -1,5 +1,5 @@
-// The role that writes: products of a tile, in bf16 in shared memory, become h in fp8, or outputs,
-// while the next tile is multiplied.
+// The role that writes: products of a tile, in bf16 in shared memory, become h, or outputs, while
+// the next tile is multiplied.
 #pragma once
 #include "cuda/device/fp8.cuh"
 #include "cuda/hopper/fused_experts/claims.cuh"
@@ -16,18 +16,49 @@ using Columns8 = Vector<__nv_bfloat16, kColumnsOfLane>;
 // Such columns in a box.
 constexpr int kLanesOfBox = kLineBytes / static_cast<int>(sizeof(Columns8));
 
-// Gates and ups become h, and half a warp finds the scale of a token's 128 columns. The bias is
-// added to rounded products, as where an expert has many rows.
+// The row behind those of a tile whose products lie in shared memory, of which `from` is the first.
+// It is read anew where it is needed, since writing threads have few registers.
+template <typename T>
+__device__ __forceinline__ int32_t end_of(const Tile& tile, int32_t from) {
+  if constexpr (T::kLeavingTokens == kTokens) return tile.count;
+  return min(from + T::kLeavingTokens, tile.count);
+}
+
+// Training keeps gates and ups. Where weights have them by turns, so have rows.
+__device__ __forceinline__ void keep(const FewRowsArgs& args, int64_t row, int64_t column,
+                                     const Columns8& gates, const Columns8& ups) {
+  auto* to = static_cast<__nv_bfloat16*>(args.gate_up_N2F) + row * 2 * args.F;
+  if (!args.interleaved) {
+    *reinterpret_cast<Columns8*>(to + column) = gates;
+    *reinterpret_cast<Columns8*>(to + args.F + column) = ups;
+    return;
+  }
+  Columns8 pairs[2];
+#pragma unroll
+  for (int i = 0; i < kColumnsOfLane; ++i) {
+    pairs[2 * i / kColumnsOfLane].at[2 * i % kColumnsOfLane] = gates.at[i];
+    pairs[2 * i / kColumnsOfLane].at[2 * i % kColumnsOfLane + 1] = ups.at[i];
+  }
+  *reinterpret_cast<Columns8*>(to + 2 * column) = pairs[0];
+  *reinterpret_cast<Columns8*>(to + 2 * column + kColumnsOfLane) = pairs[1];
+}
+
+// Gates and ups become h, and in fp8 half a warp finds the scale of a token's 128 columns. The bias
+// is added to rounded products, as where an expert has many rows.
+template <typename T>
 __device__ __forceinline__ void write_h(const FewRowsArgs& args, const Tile& tile,
-                                        const Shared& shared) {
+                                        const Shared<T>& shared, int32_t from_row) {
   constexpr int kLanes = kHColumns / kColumnsOfLane;
   constexpr int kTokensOfWarp = 32 / kLanes;
   const int32_t lane = threadIdx.x % kLanes;
   const int64_t column = tile.column + kColumnsOfLane * lane;
   const char* gates = shared.leaving[lane / kLanesOfBox * 2];
-  const char* ups = gates + kLeavingBytes;
-  auto* out = static_cast<uint8_t*>(args.h_NF) + tile.row * args.F + column;
-  float* scales = args.h_scales_BN + column / kScaleBlock * args.h_scales_stride + tile.row;
+  const char* ups = gates + kLeavingBytes<T>;
+  // The last tile of h in bf16 may be wider than what is left of it.
+  if (!T::kScaled && column >= args.F) return;
+  auto* out = static_cast<typename T::Element*>(args.h_NF) + tile.row * args.F + column;
+  [[maybe_unused]] float* scales =
+      args.h_scales_BN + column / kScaleBlock * args.h_scales_stride + tile.row;
   using Pairs = GatesAndUps<__nv_bfloat16, kColumnsOfLane, false>;
   Pairs bias(Columns8{}, Columns8{});
   if (args.gate_up_bias)
@@ -36,29 +67,41 @@ __device__ __forceinline__ void write_h(const FewRowsArgs& args, const Tile& til
   // The lanes of a warp stay together, since they share shuffles.
   const int32_t warp = threadIdx.x % kWriters / 32;
 #pragma unroll 1
-  for (int32_t first = warp * kTokensOfWarp; first < tile.count;
+  for (int32_t first = from_row + warp * kTokensOfWarp; first < end_of<T>(tile, from_row);
        first += kWriters / 32 * kTokensOfWarp) {
     const int32_t token = first + threadIdx.x % 32 / kLanes;
-    const int32_t at = in_box(token, lane % kLanesOfBox);
+    const int32_t at = in_box(token - from_row, lane % kLanesOfBox);
     float gate[kColumnsOfLane] = {};
     float up[kColumnsOfLane] = {};
     float h[kColumnsOfLane];
-    Pairs(*reinterpret_cast<const Columns8*>(gates + at),
-          *reinterpret_cast<const Columns8*>(ups + at))
-        .add_to(gate, up, /*interleaved=*/false);
+    const auto& gates8 = *reinterpret_cast<const Columns8*>(gates + at);
+    const auto& ups8 = *reinterpret_cast<const Columns8*>(ups + at);
+    Pairs(gates8, ups8).add_to(gate, up, /*interleaved=*/false);
     bias.add_to(gate, up, args.interleaved);
 #pragma unroll
     for (int i = 0; i < kColumnsOfLane; ++i) h[i] = gated_fast(gate[i], up[i], args.gating);
-    const float scale = block_scale<kColumnsOfLane, kLanes>(h);
-    if (token >= tile.count) continue;
-    *reinterpret_cast<Fp8Registers<kColumnsOfLane>*>(out + token * args.F) = to_fp8(h, scale);
-    if (lane == 0) scales[token] = scale;
+    if constexpr (T::kScaled) {
+      const float scale = block_scale<kColumnsOfLane, kLanes>(h);
+      if (token >= end_of<T>(tile, from_row)) continue;
+      *reinterpret_cast<Fp8Registers<kColumnsOfLane>*>(out + token * args.F) = to_fp8(h, scale);
+      if (lane == 0) scales[token] = scale;
+    } else {
+      if (token >= end_of<T>(tile, from_row)) continue;
+      *reinterpret_cast<Columns8*>(out + token * args.F) = rounded<__nv_bfloat16>(h);
+      if (args.gate_up_N2F) keep(args, tile.row + token, column, gates8, ups8);
+    }
   }
 }
 
+__device__ __forceinline__ void spoil(Columns8& products) {
+#pragma unroll
+  for (auto& product : products.at) product = from_float<__nv_bfloat16>(NAN);
+}
+
 // Outputs: a warp has the columns of a token.
+template <typename T>
 __device__ __forceinline__ void write_outputs(const FewRowsArgs& args, const Tile& tile,
-                                              const Shared& shared) {
+                                              const Shared<T>& shared, int32_t from_row) {
   static_assert(kOutputs == 32 * kColumnsOfLane);
   const int32_t lane = threadIdx.x % 32;
   const int64_t column = tile.column + kColumnsOfLane * lane;
@@ -70,11 +113,16 @@ __device__ __forceinline__ void write_outputs(const FewRowsArgs& args, const Til
     bias = *reinterpret_cast<const Columns8*>(static_cast<const __nv_bfloat16*>(args.down_bias) +
                                               tile.expert * args.D + column);
 #pragma unroll 4
-  for (int32_t token = threadIdx.x % kWriters / 32; token < tile.count; token += kWriters / 32) {
-    auto products = *reinterpret_cast<const Columns8*>(from + in_box(token, lane % kLanesOfBox));
+  for (int32_t token = from_row + threadIdx.x % kWriters / 32; token < end_of<T>(tile, from_row);
+       token += kWriters / 32) {
+    auto products =
+        *reinterpret_cast<const Columns8*>(from + in_box(token - from_row, lane % kLanesOfBox));
 #pragma unroll
     for (int i = 0; args.down_bias && i < kColumnsOfLane; ++i)
       products.at[i] = from_float<__nv_bfloat16>(to_float(products.at[i]) + to_float(bias.at[i]));
+    // Where h has not come in time there are no scales to spoil.
+    if constexpr (!T::kScaled)
+      if (shared.late) spoil(products);
     *reinterpret_cast<Columns8*>(out + token * args.D) = products;
   }
 }
@@ -90,19 +138,31 @@ __device__ __forceinline__ void count_h(const FewRowsArgs& args, const Tile& til
         : "memory");
 }
 
-__device__ __forceinline__ void write_tiles(const FewRowsArgs& args, Shared& shared) {
-  Tiles tiles(shared, shared.claimed);
+// Some rows of a tile. `turn` counts how often products have left.
+template <typename T>
+__device__ __forceinline__ void write_rows(const FewRowsArgs& args, const Tile& tile,
+                                           Shared<T>& shared, int32_t turn, int32_t from_row) {
+  wait_mbarrier(&shared.summed, turn & 1);
+  if (tile.down)
+    write_outputs(args, tile, shared, from_row);
+  else
+    write_h(args, tile, shared, from_row);
+  // The next products may take the place of these.
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) arrive(&shared.taken);
+}
+
+template <typename T>
+__device__ __forceinline__ void write_tiles(const FewRowsArgs& args, Shared<T>& shared) {
+  Tiles<T> tiles(shared, shared.claimed);
   for (int32_t turn = 0;; ++turn) {
     const Tile& tile = tiles.next();
     if (tile.expert == kNoTile) return;
-    wait_mbarrier(&shared.summed, turn & 1);
-    if (tile.down)
-      write_outputs(args, tile, shared);
-    else
-      write_h(args, tile, shared);
-    // Products of the next tile may take the place of these.
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(&shared.taken);
+    write_rows(args, tile, shared, turn, 0);
+    if constexpr (T::kLeavingTokens < kTokens)
+      for (int32_t from_row = T::kLeavingTokens; from_row < tile.width;
+           from_row += T::kLeavingTokens)
+        write_rows(args, tile, shared, ++turn, from_row);
     if (!tile.down) count_h(args, tile);
     tiles.done_as_warp();
   }

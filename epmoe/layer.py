@@ -22,7 +22,7 @@ from epmoe.checkpoint.put_adapter import put_on_all_ranks
 from epmoe.checkpoint.safetensors_folder import GateBias, SafetensorsFolder
 from epmoe.config.config import EPConfig
 from epmoe.exchange.extra import Extra
-from epmoe.exchange.handles import RoundShape
+from epmoe.exchange.handles import RoundShape, Rows
 from epmoe.group.errors import EPStateError
 from epmoe.layer_checks import adapter_room, check_parts
 from epmoe.live.moves import SlotWeights
@@ -598,7 +598,7 @@ class MoELayer(nn.Module):
         if adapters is not None and dispatched.extra is not None:
             added = adapters.of_rows(dispatched.extra)
         arrived = dispatched.arrived
-        assert arrived is not None
+        assert type(arrived) is Rows
         rows_ND = arrived.rows
         offsets = arrived.expert_offsets
         scales = arrived.scales

@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from epmoe.config.config import EPConfig
 from epmoe.config.placement import Move, Placement
-from epmoe.exchange.call import new_call
+from epmoe.exchange.call import Layout, new_call
 from epmoe.exchange.exchange import Exchange, takes_turn_of_exchange
-from epmoe.exchange.handles import Dispatched, HoldsWindows, Layout, RoundShape, Sent
+from epmoe.exchange.handles import Dispatched, HoldsWindows, RoundShape, Sent
 from epmoe.exchange.health import Health
 from epmoe.exchange.layer_tags import LayerTags
 from epmoe.exchange.memory import MemoryPlan

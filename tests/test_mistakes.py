@@ -803,7 +803,7 @@ def test_a_field_of_the_other_layout(groups, kind, layout, absent):
             AttributeError, match=f"`{owner}` does not exist with layout='{layout}'"
         ):
             getattr(lacks, name.rpartition(".")[2])
-    with pytest.raises(AttributeError, match="^row$"):
+    with pytest.raises(AttributeError, match="^'Dispatched' object has no attribute 'row'$"):
         _ = d.row
     # and those of this one are there.
     assert all(

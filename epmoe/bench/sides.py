@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.nn.functional import all_to_all_single
 
 from epmoe.bench.sample import Sample
-from epmoe.exchange.handles import Dispatched, Layout
+from epmoe.exchange.call import Layout
+from epmoe.exchange.handles import Dispatched
 from epmoe.local.quantize import dequantize_rows
 from epmoe.service import ExpertParallel
 

@@ -21,8 +21,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from epmoe.config.config import EPConfig
 from epmoe.config.deadlines import Deadlines
 from epmoe.config.placement import is_int
-from epmoe.exchange.call import Call
-from epmoe.exchange.handles import Dispatched, Layout, Sent
+from epmoe.exchange.call import Call, Layout
+from epmoe.exchange.handles import Dispatched, Sent
 from epmoe.exchange.health import STAGES, Health
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.processor import Processor

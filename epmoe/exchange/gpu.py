@@ -176,7 +176,7 @@ class Gpu(Processor):
         """
         sent = rounds.sent
         if rounds.state == SENT:
-            ops.dispatch_recv(*sent.arguments)
+            ops.dispatch_recv(*sent.operands, *memory, sent.descriptor)
         if rounds.state == DISPATCHED:
             ops.combine(_unread_y(sent, unread_y), None, *memory, sent.descriptor)
         elif rounds.state == RETURNING:

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, SupportsIndex
+from typing import Any, NamedTuple, NoReturn, SupportsIndex, final
 from weakref import ReferenceType
 
 import torch
 from torch import Tensor
 
 from epmoe.config.config import EPConfig
+from epmoe.exchange.call import Layout, Operands
 from epmoe.exchange.extra import Extra
 from epmoe.native.arguments import describe_fields
-
-Layout = Literal["expert", "rank"]
 
 
 class HoldsWindows:
@@ -109,6 +108,22 @@ class Slabs(NamedTuple):
     """returns `Received.extra`; None in rounds without"""
 
 
+@final
+class Missing:
+    """Stands for the record of rows that rounds of another layout have. Reading a value of it
+    raises AttributeError, which names the value and the layout.
+    """
+
+    def __init__(self, owner: str, layout: Layout) -> None:
+        """`owner` is what users call the object that lacks the values."""
+        self._owner = owner
+        self._layout = layout
+
+    def __getattr__(self, name: str) -> NoReturn:
+        name = name.removeprefix("read_")
+        raise AttributeError(f"`{self._owner}.{name}` does not exist with layout={self._layout!r}")
+
+
 def _field(path: str) -> Any:
     """Make a property that reads the attribute at `path`, such as "sent.epoch".
 
@@ -117,41 +132,13 @@ def _field(path: str) -> Any:
     return property(attrgetter(path))
 
 
-class _OfLayout(HoldsWindows):
-    """A base class of handles with values that exist with one layout only.
-
-    A handle reads such values from a record, which is None with the other layout. Reading a field
-    of None raises AttributeError; Python then calls `__getattr__` below, whose error names the
-    value and the layout.
-    """
-
-    __slots__ = ()
-
-    _name: ClassVar[str]  # what users call an object of the class, for the error
-    _lacking: ClassVar[Layout]  # the layout in which values are missing
-    _read_extra: Callable[[], Tensor] | None
-
-    @property
-    def extra(self) -> Tensor | None:
-        """The extra bytes of each row's token, as [… of the rows, *shape of the bytes]; None in
-        rounds without.
-
-        If a token has up to 12 bytes, this is a view that is valid as long as the rows are. With
-        more bytes, each access makes a copy. Rows without a token have undefined values here, too.
-        Raises AttributeError in a round of the other layout.
-        """
-        read_extra = self._read_extra
-        return None if read_extra is None else read_extra()
-
-    def __getattr__(self, name: str) -> NoReturn:
-        # Python calls this only if a property has raised AttributeError, or does not exist.
-        if not hasattr(type(self), name):
-            raise AttributeError(name)
-        name = name.removeprefix("_read_")
-        raise AttributeError(f"`{self._name}.{name}` does not exist with layout={self._lacking!r}")
+def _extra(rows: Rows | Slabs | Missing) -> Tensor | None:
+    """Do what `Dispatched.extra` does."""
+    read_extra = rows.read_extra
+    return None if read_extra is None else read_extra()
 
 
-class Received(_OfLayout):
+class Received(HoldsWindows):
     """The rows that arrived, by source rank: `recv` of a `Dispatched`.
 
     Source r fills slots [0, counts[r]) of its slab in its own token order. In these slots a pair of
@@ -172,24 +159,26 @@ class Received(_OfLayout):
 
     __slots__ = ("_slabs", "counts")
 
-    _name = "recv"
-    _lacking = "expert"
     counts: Tensor
     x: Tensor = _field("_slabs.x")
     scales: Tensor | None = _field("_slabs.scales")
     ids: Tensor = _field("_slabs.ids")
     weights: Tensor = _field("_slabs.weights")
-    _read_extra = _field("_slabs.read_extra")
 
-    def __init__(self, counts: Tensor, slabs: Slabs | None) -> None:
-        """Make the value of all rounds of a shape. `slabs` is None with layout="expert"."""
+    def __init__(self, counts: Tensor, slabs: Slabs | Missing) -> None:
+        """Make the value of all rounds of a shape."""
         self.counts = counts
         self._slabs = slabs
+
+    @property
+    def extra(self) -> Tensor | None:
+        """[R, M, …], for each row the `extra` of its token: see `Dispatched.extra`."""
+        return _extra(self._slabs)
 
     def __repr__(self) -> str:
         # With layout="expert" only the counts are there.
         names = ["counts"]
-        if self._slabs is not None:
+        if isinstance(self._slabs, Slabs):
             names += ["x", "scales", "ids", "weights"]
         return describe_fields(self, {name: getattr(self, name) for name in names})
 
@@ -208,7 +197,7 @@ class RoundTemplate:
     # Values of `Dispatched`.
     dtype: torch.dtype  # of y
     recv: Received
-    rows: Rows | None  # None with layout="rank"
+    rows: Rows | Missing
 
     # A round takes `small_alignment` if this rank's call brings at most `small_alignment_tokens`
     # tokens, however many the other ranks bring. Otherwise it takes `alignment`.
@@ -237,7 +226,7 @@ class Sent(HoldsWindows):
     num_tokens: int
     epoch: int
     descriptor: Tensor | None  # int64 on the host: that of the template, or one of training
-    arguments: tuple[Any, ...]  # of the operators of dispatch; empty once the tokens are received
+    operands: Operands  # deleted once the tokens are received, since they hold the caller's tensors
     # The largest number of tokens that any rank brings, if the caller has said it by `at_most`.
     most_tokens: int | None
 
@@ -260,7 +249,7 @@ class Sent(HoldsWindows):
         )
 
 
-class Dispatched(_OfLayout):
+class Dispatched(HoldsWindows):
     """An open round, whose rows this rank's experts must compute: what `ep.dispatch` and
     `ep.dispatch_recv` return.
 
@@ -292,16 +281,13 @@ class Dispatched(_OfLayout):
 
     __slots__ = ("alignment", "arrived", "sent")
 
-    _name = "dispatched"
-    _lacking = "rank"
     alignment: int
-    arrived: Rows | None  # None with layout="rank"
+    arrived: Rows | Missing
     sent: Sent
     rows: Tensor = _field("arrived.rows")
     scales: Tensor | None = _field("arrived.scales")
     expert_offsets: Tensor = _field("arrived.expert_offsets")
     tokens_per_expert: Tensor = _field("arrived.tokens_per_expert")
-    _read_extra = _field("arrived.read_extra")
     recv: Received = _field("sent.template.recv")
     num_tokens: int = _field("sent.num_tokens")
     epoch: int = _field("sent.epoch")
@@ -319,6 +305,17 @@ class Dispatched(_OfLayout):
             self.alignment = template.small_alignment
         else:
             self.alignment = template.alignment
+
+    @property
+    def extra(self) -> Tensor | None:
+        """The extra bytes of each row's token, as [N_cap, *shape of the bytes]; None in rounds
+        without.
+
+        If a token has up to 12 bytes, this is a view that is valid as long as the rows are. With
+        more bytes, each access makes a copy. Rows without a token have undefined values here, too.
+        Raises AttributeError in a round of the other layout.
+        """
+        return _extra(self.arrived)
 
     @property
     def segments(self) -> dict[str, Any]:

@@ -26,10 +26,10 @@ from epmoe.config.placement import Placement
 from epmoe.config.seats import Seats
 from epmoe.exchange.addresses import Addresses
 from epmoe.exchange.buffers import Buffers
-from epmoe.exchange.call import Call
+from epmoe.exchange.call import Call, Layout
 from epmoe.exchange.descriptors import Descriptors
 from epmoe.exchange.exchange import Exchange, takes_turn
-from epmoe.exchange.handles import Dispatched, Layout, Sent
+from epmoe.exchange.handles import Dispatched, Sent
 from epmoe.exchange.health import Health, Totals, raise_incomplete, raise_on_failure
 from epmoe.exchange.lobby import Lobby
 from epmoe.exchange.lookout import Lookout
@@ -187,7 +187,7 @@ class NodeExchange(Exchange):
         sent = self.opened(call)
         if lobby is not None:
             self._await_begin(lobby, sent)
-        self.launch(ops.dispatch, sent.arguments, DISPATCHED)
+        self.launch(ops.dispatch, (*sent.operands, *self.memory, sent.descriptor), DISPATCHED)
         return self.received(sent)
 
     @takes_turn
@@ -202,13 +202,14 @@ class NodeExchange(Exchange):
     def _sent(self, call: Call) -> Sent:
         """Open a round and run the send phase of dispatch. The caller has its turn already."""
         sent = self.opened(call)
-        self.launch(ops.dispatch_send, sent.arguments, SENT)
+        self.launch(ops.dispatch_send, (*sent.operands, *self.memory, sent.descriptor), SENT)
         return sent
 
     @takes_turn
     def dispatch_recv(self, sent: Sent) -> Dispatched:
         self.rounds.permit(sent, "dispatch_recv", "sent")
-        self.launch(ops.dispatch_recv, sent.arguments, DISPATCHED)
+        arguments = (*sent.operands, *self.memory, sent.descriptor)
+        self.launch(ops.dispatch_recv, arguments, DISPATCHED)
         return self.received(sent)
 
     @takes_turn
@@ -287,10 +288,7 @@ class NodeExchange(Exchange):
 
         A rank with tokens begins the round by that, and does not wait.
         """
-        # The arguments begin with those of `Call.operands`. The last two of these are the number of
-        # tokens on the device, or None, and the number of rows.
-        num_tokens, num_rows = sent.arguments[4:6]
-        brings_tokens = num_tokens is not None or num_rows > 0
+        brings_tokens = sent.operands.brings_tokens
         lobby.come(sent.epoch, brings_tokens)
         if not brings_tokens:
             self._wait_in(lobby, sent.epoch)
@@ -567,9 +565,8 @@ class NodeExchange(Exchange):
         if template.shape.extra is not None:
             call = self.templates.with_extra(call, template.shape.extra)
 
-        # Collect the arguments of the operators of dispatch.
-        arguments = *call.operands(T, self.device), *self.memory, template.descriptor
-        sent = Sent(template, T, epoch, template.descriptor, arguments, rounds.most_tokens)
+        operands = call.operands(T, self.device)
+        sent = Sent(template, T, epoch, template.descriptor, operands, rounds.most_tokens)
         return rounds.open(sent, call.tag)
 
     @takes_turn
@@ -608,10 +605,11 @@ class NodeExchange(Exchange):
         The operator is that of combine or of combine_send, and leads the round to `state`. Returns
         the output y. After combine_send nothing is written into it yet.
         """
-        y = y_of(dispatched, out, self.device)
+        sent = dispatched.sent
+        y = y_of(sent, out, self.device)
         checked = output_rows(rows, dispatched, self.plan, self.processor)
         self.rounds.y = y
-        self.launch(operator, (y, checked, *self.memory, dispatched.sent.descriptor), state)
+        self.launch(operator, (y, checked, *self.memory, sent.descriptor), state)
         return y
 
     def _closed(self, y: Tensor) -> Tensor:

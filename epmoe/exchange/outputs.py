@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from epmoe.exchange.handles import Dispatched
+from epmoe.exchange.handles import Dispatched, Missing, Sent
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.processor import Processor
 from epmoe.native.arguments import (
@@ -31,13 +31,12 @@ def refuse_layout(dispatched: Dispatched) -> NoReturn:
     )
 
 
-def y_of(dispatched: Dispatched, out: Tensor | None, device: torch.device) -> Tensor:
+def y_of(sent: Sent, out: Tensor | None, device: torch.device) -> Tensor:
     """Return the tensor for the output y [T, D] of a round: the caller's `out`, or a new tensor.
 
     `T` is the number of this rank's tokens, and `D` the hidden size of the call. Raises TypeError
     or ValueError if `out` does not fit.
     """
-    sent = dispatched.sent
     template = sent.template
     T = sent.num_tokens
     D = template.shape.hidden_size
@@ -77,7 +76,7 @@ def output_rows(
     """
     device = processor.device
     arrived = dispatched.arrived
-    if arrived is None:
+    if type(arrived) is Missing:
         return _partial_rows(rows, dispatched, plan, device)
 
     # `check_tensor` has the texts of the errors. It takes longer than these comparisons, so it runs
@@ -94,10 +93,10 @@ def output_rows(
 
     # There must be as many rows as have arrived. On a GPU the host does not know that number, and
     # the kernel skips rows that are missing.
-    if not processor.runs_ahead and rows.shape[0] < plan.sizes["max_rows"]:
+    if not processor.runs_ahead and shape[0] < plan.sizes["max_rows"]:
         needed = int(arrived.expert_offsets[-1])
-        if rows.shape[0] < needed:
-            raise ValueError(f"`expert_rows` must hold at least {needed} rows, got {rows.shape[0]}")
+        if shape[0] < needed:
+            raise ValueError(f"`expert_rows` must hold at least {needed} rows, got {shape[0]}")
     return aligned_rows(rows)
 
 

@@ -125,7 +125,7 @@ class RoundState:
     def receive(self, sent: Sent) -> Dispatched:
         """Make the handle that the round has from state DISPATCHED on."""
         # Let go of the caller's tensors, which need not live any longer.
-        sent.arguments = ()
+        del sent.operands
         self.handle = dispatched = Dispatched(sent)
         return dispatched
 

@@ -18,7 +18,7 @@ from epmoe.config.config import EPConfig
 from epmoe.exchange.call import Call
 from epmoe.exchange.descriptors import Descriptors
 from epmoe.exchange.extra import NOTHING, Extra, check_extra
-from epmoe.exchange.handles import Received, RoundShape, RoundTemplate, Rows, Slabs
+from epmoe.exchange.handles import Missing, Received, RoundShape, RoundTemplate, Rows, Slabs
 from epmoe.exchange.round_state import RoundState
 from epmoe.native.arguments import (
     FLOATS,
@@ -193,8 +193,8 @@ class Templates:
 
         # The buffers in which rows arrive, by expert or by source.
         is_expert_major = shape.layout == "expert"
-        rows = None
-        slabs = None
+        rows: Rows | Missing = Missing("dispatched", "rank")
+        slabs: Slabs | Missing = Missing("recv", "expert")
         if is_expert_major:
             rows = self._rows(shape)
         else:

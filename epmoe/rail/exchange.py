@@ -18,9 +18,9 @@ from typing import NoReturn
 from torch import Tensor
 
 from epmoe.config.config import EPConfig
-from epmoe.exchange.call import Call
+from epmoe.exchange.call import Call, Layout
 from epmoe.exchange.exchange import Exchange, takes_turn
-from epmoe.exchange.handles import Dispatched, Layout, Sent
+from epmoe.exchange.handles import Dispatched, Sent
 from epmoe.exchange.health import COUNTERS, Health, raise_incomplete
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.outputs import refuse_layout, y_of
@@ -101,7 +101,7 @@ class HierarchicalExchange(Exchange):
         if template.shape.extra is not None:
             call = self.templates.with_extra(call, template.shape.extra)
         operands = call.operands(T, self.device)
-        sent = Sent(template, T, epoch, None, (), self.rounds.most_tokens)
+        sent = Sent(template, T, epoch, None, operands, self.rounds.most_tokens)
         self.rounds.open(sent, call.tag)
 
         # Copy the tokens into a slab for each node.
@@ -194,7 +194,7 @@ class HierarchicalExchange(Exchange):
                     self.network.pending.append(slabs.last)
                 # The other ranks of this node wait for this rank's dispatch inside the node.
                 if self.node.rounds.count < slabs.node_epoch:
-                    self.node.dispatch_send(slabs.node_call(slabs.no_rows(), slabs.shape.extra))
+                    self.node.dispatch_send(slabs.call_without_tokens())
             self.node.abort(None)
             this_rank = 1 << self.memory.local
             self._send_zeros_back(slabs, aborted=this_rank, mismatch=0, differing=[])
@@ -315,16 +315,16 @@ class HierarchicalExchange(Exchange):
         if isinstance(opened, Sent) and node.rounds.state == SENT:
             return node.dispatch_recv(opened)
         if tells_mismatch:
-            call = slabs.node_call(slabs.smallest_rows(), None)
+            call = slabs.smallest_call()
         else:
-            call = slabs.node_call(slabs.rows(), slabs.shape.extra)
+            call = slabs.call()
         return node.dispatch(call)
 
     def _send_back(self, rows: Tensor, dispatched: Dispatched, out: Tensor | None) -> None:
         """Run the send phase of combine inside the node, which sends the experts' outputs to the
         ranks of the node.
         """
-        y = y_of(dispatched, out, self.device)
+        y = y_of(dispatched.sent, out, self.device)
         self.node.combine_send(rows, self.slabs.node_dispatched)
         self.rounds.y = y
         self.rounds.advance()

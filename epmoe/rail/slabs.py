@@ -9,13 +9,12 @@ so that the dispatch inside the node reads all slabs in place.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from epmoe.exchange.call import Call
-from epmoe.exchange.extra import Extra
+from epmoe.exchange.call import Call, Operands
 from epmoe.exchange.handles import Dispatched, RoundShape
 from epmoe.exchange.mismatch import Differences, Traits, call_of, differences
 from epmoe.native import ops
@@ -29,15 +28,6 @@ _REPORT_BYTES = 2 * 8
 # A stamp is the round times this prime, plus the length of a slab. A slab has fewer rows than the
 # prime, so stamps of neighbouring rounds differ whatever the lengths are.
 _PRIME = 1_000_003
-
-
-class Tokens(NamedTuple):
-    """The rows of slabs, split into the arguments of the dispatch inside the node."""
-
-    x: Tensor
-    ids: Tensor
-    weights: Tensor
-    scales: Tensor | None
 
 
 class Tag(NamedTuple):
@@ -158,22 +148,6 @@ class Slabs:
         received = self._space()[slab_rows : slab_rows + sum(room)]
         self.out = Transfer(sent, received, self.rows_of_nodes, room)
 
-    def node_call(self, rows: Tokens, extra: Extra | None) -> Call:
-        """Make the call of the dispatch inside the node.
-
-        `rows` is the result of `rows`, `no_rows` or `smallest_rows`. `extra` says where the extra
-        bytes lie behind a row, or is None where the rows have no extra bytes.
-        """
-        shape = self.shape
-        return Call(
-            *rows,
-            layout=shape.layout,
-            weight_rows=shape.weight_rows,
-            tag=self.call_tag,
-            aligned=shape.aligned,
-            extra=extra,
-        )
-
     @property
     def last(self) -> Transfer:
         """The transfer back once it was started; until then the transfer of dispatch."""
@@ -187,7 +161,7 @@ class Slabs:
         """Whether partial rows are on their way, or have been."""
         return self._back is not None and bool(self._back.started)
 
-    def pack(self, operands: tuple[Any, ...]) -> None:
+    def pack(self, operands: Operands) -> None:
         """Copy the tokens of the call into the slabs, one slab for each node.
 
         `operands` are the tensors of the call, as `Call.operands` returns them.
@@ -265,11 +239,12 @@ class Slabs:
             slab_rows = "of another round"
         return call_of(tag.D, tag.K, tag.dtype, extra=extra, at_most=slab_rows)
 
-    def rows(self) -> Tokens:
-        """View the tokens of all slabs as the arguments of the dispatch inside the node.
+    def call(self) -> Call:
+        """Make the call of the dispatch inside the node: the tokens of all slabs, as views.
 
         The extra bytes of a row lie behind its elements, and are not a tensor of their own.
         """
+        shape = self.shape
         slot = self.memory.slot
         payload = self.memory.payload
         rows = self._slabs()
@@ -279,36 +254,52 @@ class Slabs:
             scales = rows[:, slot.scales : slot.scales + payload.scale_bytes(self.D)]
             scales = scales.view(payload.scale)
         # Ids and weights have 4 bytes each.
-        ids = rows[:, slot.ids : slot.ids + 4 * self.shape.top_k]
-        weights = rows[:, slot.weights : slot.weights + 4 * self.shape.top_k]
-        return Tokens(x.view(self.wire), ids.view(torch.int32), weights.view(torch.float32), scales)
+        ids = rows[:, slot.ids : slot.ids + 4 * shape.top_k]
+        weights = rows[:, slot.weights : slot.weights + 4 * shape.top_k]
+        return Call(
+            x=x.view(self.wire),
+            ids=ids.view(torch.int32),
+            weights=weights.view(torch.float32),
+            scales=scales,
+            layout=shape.layout,
+            weight_rows=shape.weight_rows,
+            tag=self.call_tag,
+            aligned=shape.aligned,
+            extra=shape.extra,
+        )
 
-    def no_rows(self) -> Tokens:
-        """Make the arguments of a call that has the shape of the round and no tokens."""
-        x, ids, weights, scales = self.rows()
-        if scales is not None:
-            scales = scales[:0]
-        return Tokens(x[:0], ids[:0], weights[:0], scales)
+    def call_without_tokens(self) -> Call:
+        """Make a call that has the shape of the round and no tokens."""
+        call = self.call()
+        scales = None if call.scales is None else call.scales[:0]
+        return call._replace(
+            x=call.x[:0], ids=call.ids[:0], weights=call.weights[:0], scales=scales
+        )
 
-    def smallest_rows(self) -> Tokens:
-        """Make the arguments of a call that has no tokens, and the smallest hidden size D and the
-        fewest experts per token K that a call may have.
+    def smallest_call(self) -> Call:
+        """Make a call that has no tokens, and the smallest hidden size D and the fewest experts per
+        token K that a call may have. It brings no extra bytes.
 
         A rank that has found a mismatch on its rail calls so: the other ranks of its node then
         notice that its call differs from theirs, since their rows are larger. Where the config
         itself has this D and K, they notice nothing, and get sums without the rows of this rank.
         """
-        x, ids, weights, scales = self.no_rows()
+        call = self.call_without_tokens()
         # The smallest row has one block of scales, or one line of 16 bytes.
         D = self.memory.largest_block or 16 // self.wire.itemsize
-        if scales is not None:
-            scales = scales[:, :1]
-        return Tokens(x[:, :D], ids[:, :1], weights[:, :1], scales)
+        scales = None if call.scales is None else call.scales[:, :1]
+        return call._replace(
+            x=call.x[:, :D],
+            ids=call.ids[:, :1],
+            weights=call.weights[:, :1],
+            scales=scales,
+            extra=None,
+        )
 
     def back(self, partial: Tensor, aborted: int) -> Transfer:
         """Make the transfer that takes partial rows back to the nodes of their tokens.
 
-        `partial` [n, D] has the rows in the order of `rows`. `aborted` is a mask of the ranks of
+        `partial` [n, D] has the rows in the order of `call`. `aborted` is a mask of the ranks of
         this node that have aborted the round; CPUs report it to the other nodes. The method also
         keeps `partial` for `sum`.
         """

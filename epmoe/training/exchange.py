@@ -49,25 +49,6 @@ def fits_graphs() -> bool:
     return bool(functorch_config.activation_memory_budget >= 1) and not is_in_checkpoint()
 
 
-class Pending(NamedTuple):
-    """What `dispatch` keeps for `combine` and for the backward pass, besides the rows."""
-
-    round_tag: Tensor
-    """fp32 [1] in host memory: see operators.py"""
-    ids: Tensor
-    """int [T, K], the experts of each token"""
-    weights: Tensor
-    """[T, K], the weights of these experts"""
-    num_tokens: Tensor | None
-    """the number of real tokens, a scalar on the device; None: `num_real` is this number"""
-    num_real: int
-    row_weights: Tensor | None
-    """fp32 [N], the weight of each row, if combine alone applies weights; otherwise None"""
-    aligned: bool
-    round: int
-    """the number of the open round; 0 where a compiler traces, which knows no number"""
-
-
 class Opening(NamedTuple):
     """The checked arguments of `dispatch` that say how large its round is."""
 
@@ -78,6 +59,22 @@ class Opening(NamedTuple):
     """N, the number of rows to make; or EXACT"""
     aligned: bool
     """whether segments start at multiples of the config's alignment"""
+
+
+class Pending(NamedTuple):
+    """What `dispatch` keeps for `combine` and for the backward pass, besides the rows."""
+
+    round_tag: Tensor
+    """fp32 [1] in host memory: see operators.py"""
+    ids: Tensor
+    """int [T, K], the experts of each token"""
+    weights: Tensor
+    """[T, K], the weights of these experts"""
+    opening: Opening
+    row_weights: Tensor | None
+    """fp32 [N], the weight of each row, if combine alone applies weights; otherwise None"""
+    round: int
+    """the number of the open round; 0 where a compiler traces, which knows no number"""
 
 
 class Routed(NamedTuple):
@@ -276,16 +273,7 @@ class TrainingExchange:
             weights_for_combine = row_weights
         alignment = ep.life.member.config.alignment if opening.aligned else 1
         # Both records take their fields in order: keywords would cost each round 0.7 µs.
-        pending = Pending(
-            round_tag,
-            ids,
-            weights,
-            opening.num_tokens,
-            opening.num_real,
-            weights_for_combine,
-            opening.aligned,
-            round_number,
-        )
+        pending = Pending(round_tag, ids, weights, opening, weights_for_combine, round_number)
         return Routed(rows, offsets, counts, weights_for_experts, alignment, pending)
 
     def opening(
@@ -343,15 +331,16 @@ class TrainingExchange:
                 )
 
         # Operators take their arguments by position, which costs the host less.
+        opening = pending.opening
         y: Tensor = train_combine(
             expert_rows,
             pending.row_weights,
             pending.round_tag,
             pending.ids,
             pending.weights,
-            pending.num_tokens,
-            pending.num_real,
-            pending.aligned,
+            opening.num_tokens,
+            opening.num_real,
+            opening.aligned,
             self.directions.number,
         )
         return y

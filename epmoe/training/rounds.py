@@ -161,6 +161,8 @@ class Rounds:
         products = None
         if product_memory is not None:
             products = product_memory.products.sum(1)
+        if rows is arrived.rows and products is None:
+            return arrived
         return Rows(rows, offsets, arrived.tokens_per_expert, row_weights, products)
 
     def _product_memory(
@@ -266,25 +268,28 @@ def _dispatch(
     # An overflow in this round names both limits: `num_rows` may be the one that is too low.
     exchange.rows_key = "capacity.max_expert_rows, or `num_rows` in training,"
 
-    # `opened` has prepared the arguments of a round of serving. Those of this round are the same,
-    # but for a descriptor that says what training wants.
-    x, ids, weights, _scales, tokens, num_real, *memory, _descriptor = sent.arguments
+    # The operands are those of a round of serving. The descriptor also says what training wants.
+    operands = sent.operands
+    tokens = operands.num_tokens
+    num_real = operands.num_rows
     if wire.packed:
-        x = ops.pack_fp8(x, tokens, num_real)
+        operands = operands._replace(x=ops.pack_fp8(operands.x, tokens, num_real))
     prepared = exchange.descriptors.of_training(sent.descriptor, weight_use, num_sms)
     outputs = None
     products = None
     if product_memory is not None:
         outputs = product_memory.outputs
         products = product_memory.products
-    operands = (x, ids, weights, None, tokens, num_real, *memory)
-    arguments = (x, ids, weights, tokens, num_real, *memory, prepared, outputs, products, num_rows)
+    memory = exchange.memory
+    # The operator takes no scales, which packed rows have behind their elements.
+    tensors = operands[:3]
+    arguments = (*tensors, tokens, num_real, *memory, prepared, outputs, products, num_rows)
 
     def rest_of_round(found: tuple[Tensor, ...]) -> tuple[OpOverload, tuple[Any, ...]]:
         """The operator, with its arguments, that continues the round after a signal. It uses the
         memory that `dispatch_to_caller` has made, whose addresses are in its last result.
         """
-        return ops.dispatch, (*operands, found[-1])
+        return ops.dispatch, (*operands, *memory, found[-1])
 
     # The last result is the descriptor with the addresses of the new memory. Combine needs it.
     found = exchange.launch(ops.dispatch_to_caller, arguments, DISPATCHED, rest_of_round)

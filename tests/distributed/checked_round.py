@@ -26,7 +26,8 @@ from helpers import assert_close, generator
 from torch import Tensor
 
 from epmoe import Dispatched, EPConfig, ExpertParallel, Permuted
-from epmoe.exchange.handles import Layout, Received
+from epmoe.exchange.call import Layout
+from epmoe.exchange.handles import Received
 from epmoe.local.reference import moe_reference
 
 

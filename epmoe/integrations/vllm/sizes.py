@@ -29,7 +29,7 @@ from vllm.platforms import current_platform
 
 from epmoe.config.config import EPConfig
 from epmoe.config.placement import Placement
-from epmoe.exchange.handles import Layout
+from epmoe.exchange.call import Layout
 from epmoe.group.errors import EPMismatchError, EPOrderError, EPStateError, EPTimeoutError
 from epmoe.group.waiting import start_thread
 from epmoe.integrations.balancing import Balancing, section_with_slots

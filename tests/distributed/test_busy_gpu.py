@@ -84,11 +84,13 @@ def told(ep: ExpertParallel, play: Callable[[], object]) -> str:
 @pytest.mark.parametrize("T", [1, 64, 256, 1024, 4096])
 @pytest.mark.parametrize("blocks", [66, 132, 200, 262, 264])
 def test_told_beside_a_kernel_that_leaves_parts_of_multiprocessors(
-    make_ep, rank, crowd, blocks, T, layout, replay
+    make_ep, rank, size, crowd, blocks, T, layout, replay
 ):
     """The other ranks stay away. This one hears of it in time, whether its kernel finds a place or
     not.
     """
+    if size == 1 and blocks < 264:
+        pytest.skip("no other rank stays away, and the kernel finds a place")
     ep = make_ep(max_tokens=T, hidden=2048, dtype="bfloat16", timeout_s=SHORT_S)
     play = player(ep, T, rank, layout)
     play()

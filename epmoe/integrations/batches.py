@@ -214,8 +214,13 @@ class SharedExpertParallel:
         # `self.exchange` raises where this rank cannot train: now, before anything is sent.
         if computation.trains:
             _ = self.exchange
+        batch = (x_TD, ids_TK, weights_TK)
+        own_rounds = self._rounds_for(T)
+        rounds_before = self.ep.exchange.rounds.count
+        outputs = list[Tensor]()
         # Find how many tokens a rank brings at most. The number of rounds follows from it.
         call = _Call(computation, tag, x_TD.dtype, longest)
+        given_longest = longest
         if longest is None:
             longest = self._longest_batch(T, call)
         if longest is None and x_TD.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -229,17 +234,14 @@ class SharedExpertParallel:
         agreed_longest = longest
         too_long = None
         if self.static:
-            agreed_longest = call.longest
+            agreed_longest = given_longest
             if longest is not None and longest > M:
                 too_long = longest
                 longest = M
-        call = call._replace(longest=longest)
-        batch = (x_TD, ids_TK, weights_TK)
-        own_rounds = self._rounds_for(T)
-        rounds_before = self.ep.exchange.rounds.count
-        # Run rounds until no rank has tokens left.
-        outputs = list[Tensor]()
+        # Run rounds until no rank has tokens left. Nothing is called between the agreement and this
+        # block, so a signal handler raises within it.
         try:
+            call = call._replace(longest=longest)
             if too_long is not None:
                 raise ValueError(
                     f"a rank brings {too_long} tokens, but static mode takes at most "
@@ -261,7 +263,7 @@ class SharedExpertParallel:
             raise
         except BaseException as error:
             _add_timeout_hint(error)
-            self._skip_remaining_rounds(rounds_before, call)
+            self._skip_remaining_rounds(rounds_before, call._replace(longest=longest))
             raise
         # Join the outputs. In training, rounds without tokens of this rank count, too: their
         # backward rounds start from the outputs.

@@ -4,6 +4,7 @@ nothing before.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Callable, Iterator
 
@@ -12,12 +13,14 @@ import torch
 import torch.distributed as dist
 from exchanges import Tokens, assert_y, gains, make_config, make_tokens, nodes_of, without_rank
 from helpers import ON_GPUS, ON_THE_CPU, refuse_another_thread
+from interrupted_steps import steps_until_whole
 from torch import Tensor
 from waits import LONG_S, SHORT_S, SOON_S, ctrl_c, signalled, store, within
 
 from epmoe import EPMismatchError, EPTimeoutError, ExpertParallel
 from epmoe.exchange import memory
 from epmoe.exchange.handles import Dispatched
+from epmoe.integrations import batches
 from epmoe.integrations.batches import Arrived, Computation, SharedExpertParallel
 from epmoe.native import ops
 
@@ -188,6 +191,31 @@ def test_a_signal_in_a_wait_keeps_the_ranks_in_step(make_layers, late_in, rank, 
         assert ep.health().rounds - before == 3
         check(layers, [LENGTHS[(r + 2) % len(LENGTHS)] for r in range(size)])
     store().delete_key("interrupted")
+
+
+@ON_THE_CPU
+def test_a_handler_that_raises_anywhere_keeps_the_ranks_in_step(make_layers, rank, size):
+    """The others take all rounds of their batches."""
+    layers = make_layers(timeout_s=LONG_S)
+    tokens = make_tokens(layers.ep.config, rank, 3 * M if rank == 0 else 1)
+    agree = layers._longest_batch
+
+    def step(begun: Callable[[], None]) -> None:
+        # From where this rank knows that rounds are to come.
+        def agreed(*arguments: object) -> int | None:
+            layers._longest_batch = agree
+            longest = agree(*arguments)
+            begun()
+            return longest
+
+        layers._longest_batch = agreed
+        run(layers, tokens)
+
+    files = {batches.__file__, contextlib.__file__}
+    for outcomes in steps_until_whole(rank, step, files=files):
+        others = {outcome for r, outcome in enumerate(outcomes) if r != 1}
+        assert others == {"whole"}
+        check(layers, [M + 1] * size)
 
 
 def test_a_rank_that_does_not_come(make_layers, rank, size):

@@ -4,6 +4,7 @@ names them.
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import time
 from pathlib import Path
@@ -35,7 +36,8 @@ def create_layer(state, wait_s: float = WAIT_S) -> None:
     ep = state.ep
     # The start may take longer.
     shorter = ep.config.exchange.model_copy(update={"warmup_timeout_s": wait_s})
-    ep.config = ep.config.model_copy(update={"exchange": shorter})
+    config = ep.config.model_copy(update={"exchange": shorter})
+    ep.life.member = dataclasses.replace(ep.life.member, config=config)
     state.layer = epmoe.MoELayer.from_full(
         ep, randn(E, D), randn(E, 2 * F, D), randn(E, D, F)
     ).requires_grad_(False)

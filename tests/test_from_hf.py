@@ -413,7 +413,7 @@ def test_what_a_source_may_be(tmp_path):
         ("h200x8_deepseek_v3", 8, "deepseek_v3"),
         ("h200x8_mixtral", 8, "mixtral"),
         ("h200x4_gpt_oss_120b", 4, "gpt_oss"),
-        ("h200x4_gpt_oss_120b_fp8_rows", 4, "gpt_oss"),
+        ("h200x4_gpt_oss_120b_fp8", 4, "gpt_oss"),
         ("h200x8_llama4_maverick", 8, MAVERICK),
     ],
 )

@@ -79,11 +79,12 @@ def test_opcheck_exchange(phase):
     checks = ("test_schema", "test_autograd_registration")
     with epmoe.ExpertParallel(alone(E, K, D, max_tokens=T)) as ep:
         sent = ep.dispatch_send(x := randn(T, D), distinct_ids(T, E, K), torch.full((T, K), 0.25))
-        *_, window, scratch, descriptor = sent.arguments
-        torch.library.opcheck(getattr(ops, f"dispatch{phase}"), sent.arguments, test_utils=checks)
+        memory = (*ep.exchange.memory, sent.descriptor)
+        arguments = (*sent.operands, *memory)
+        torch.library.opcheck(getattr(ops, f"dispatch{phase}"), arguments, test_utils=checks)
         d = ep.dispatch_recv(sent)
         ep.combine_send(d.rows, d)
-        arguments = (torch.empty(T, D), d.rows, window, scratch, descriptor)
+        arguments = (torch.empty(T, D), d.rows, *memory)
         torch.library.opcheck(getattr(ops, f"combine{phase}"), arguments, test_utils=checks)
         assert torch.equal(ep.combine_recv(d), x)
 

@@ -353,7 +353,8 @@ class EpmoeDispatcher(BaseDispatcher):
         """The most tokens in this call of all ranks together, and of one rank, if SGLang's host
         knows them. None: only this rank's tokens are known.
         """
-        R = self._ep.size
+        # Of the member itself: the property would cost each layer a call.
+        R = self._ep.life.member.size
         M = self._most
         parallel = get_parallel()
         in_parts = parallel.attn_cp_size != 1

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import ClassVar
 
 import torch
@@ -135,7 +136,7 @@ class SleepingWeights:
 
 def refuse_without_memory(module: nn.Module) -> None:
     """Do as `refuse_tensors_without_memory` does for the parameters and buffers of a module."""
-    refuse_tensors_without_memory((*module.named_parameters(), *module.named_buffers()))
+    refuse_tensors_without_memory(chain(module.named_parameters(), module.named_buffers()))
 
 
 def refuse_tensors_without_memory(named: Iterable[tuple[str, Tensor]]) -> None:

@@ -361,6 +361,29 @@ def test_what_reads_on_the_host_refuses_a_capture(monkeypatch, gemm, dtype, majo
             GEMMS[gemm].refuse_capture(weights)
 
 
+class DenseExperts(epmoe.GroupedExperts):
+    """Experts of a user, with a product of their own."""
+
+    def forward(self, rows_ND: Tensor, *_: object, **__: object) -> Tensor:
+        return rows_ND
+
+
+@pytest.mark.parametrize("kind", [epmoe.GroupedExperts, DenseExperts])
+def test_a_forward_of_its_own_is_captured(monkeypatch, kind):
+    """The GEMM that it would have had reads on the host, and does not run."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with FakeTensorMode():
+        gate_up = torch.empty(4, 64, 16, dtype=BF16, device="cuda")
+        down = torch.empty(4, 16, 32, dtype=BF16, device="cuda")
+        experts = kind(gate_up, down)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    if kind is DenseExperts:
+        experts.refuse_capture()
+    else:
+        with pytest.raises(RuntimeError, match="cannot capture these experts: torch"):
+            experts.refuse_capture()
+
+
 @pytest.mark.parametrize("gemm", ["torch", "loop"])
 def test_compilers_trace_no_look_at_a_capture(monkeypatch, gemm):
     """It would be a break of the graph, and say nothing of a capture to come."""

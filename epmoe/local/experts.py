@@ -358,16 +358,29 @@ class GroupedExperts(nn.Module):
         return self._stage.batch_invariant
 
     @property
+    def _has_own_forward(self) -> bool:
+        """Whether a subclass computes the outputs in a way that this class does not know."""
+        return type(self).forward is not GroupedExperts.forward
+
+    @property
     def is_capturable(self) -> bool:
-        """Whether a CUDA graph can capture a call. The host does not wait in such a call."""
+        """Whether a CUDA graph can capture a call. The host does not wait in such a call.
+
+        Nothing is known against a subclass with a `forward` of its own.
+        """
+        if self._has_own_forward:
+            return True
         return GEMMS[self.gemm].is_capturable(self.w_down)
 
     def refuse_capture(self, *, trains: bool = False) -> None:
         """Raise RuntimeError if a CUDA graph is being captured that could not capture a call.
 
         That is the case if the GEMM of the call, which the error names, makes the host wait.
-        `trains` means a call with gradients.
+        `trains` means a call with gradients. A subclass with a `forward` of its own multiplies with
+        something else, so nothing is refused.
         """
+        if self._has_own_forward:
+            return
         self._stage.refuse_capture(self.w_down, trains=trains)
 
     def forward(

@@ -158,6 +158,9 @@ struct GatedActivationArgs {
   void* out_NF;           // out
   float* scales_BN;       // out: then the outputs are fp8 e4m3; or null
   int64_t scales_stride;  // between blocks of scales_BN, at least N
+  // Of gate, up and down in NVFP4, or null: they multiply gate and up before the bias is added, and
+  // the output.
+  const float* tensor_scales_e3;
 };
 
 // The operator dequantize_mxfp4.

@@ -170,7 +170,8 @@ int64_t padded_columns(int64_t N) { return ceil_div(N, 4) * 4; }
 std::tuple<Tensor, Tensor> gated_activation(const Tensor& gate_up, const Tensor& expert_offsets,
                                             const MaybeTensor& tokens_per_expert,
                                             const MaybeTensor& bias, bool interleaved, double limit,
-                                            double alpha, double up_offset, bool quantize) {
+                                            double alpha, double up_offset, bool quantize,
+                                            const MaybeTensor& tensor_scales) {
   check_rows(gate_up, "gate_up");
   Segments segments = segments_of(expert_offsets, tokens_per_expert);
   int64_t N = gate_up.size(0);
@@ -199,6 +200,7 @@ std::tuple<Tensor, Tensor> gated_activation(const Tensor& gate_up, const Tensor&
       .out_NF = out.data_ptr(),
       .scales_BN = quantize ? static_cast<float*>(scales.data_ptr()) : nullptr,
       .scales_stride = columns,
+      .tensor_scales_e3 = pointer<float>(tensor_scales, 3 * e, "tensor_scales"),
   };
   launch(gate_up, args, cpu::gated_activation, &cuda::Api::gated_activation);
   return {out, scales};

@@ -250,8 +250,9 @@ std::tuple<Tensor, Tensor> hopper_experts(const Tensor& rows, const Tensor& w_ga
                                           double limit, double alpha, double up_offset) {
   Tensor ends = ends_of(expert_offsets);
   Tensor gate_up = hopper_gemm(rows, w_gate_up, ends);
-  auto [activated, _] = gated_activation(gate_up, expert_offsets, tokens_per_expert, bias,
-                                         interleaved, limit, alpha, up_offset, false);
+  auto [activated, _] =
+      gated_activation(gate_up, expert_offsets, tokens_per_expert, bias, interleaved, limit, alpha,
+                       up_offset, false, MaybeTensor{});
   return {hopper_gemm(activated, w_down, ends), gate_up};
 }
 

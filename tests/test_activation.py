@@ -199,6 +199,16 @@ def test_opcheck(device, biased, quantize):
     torch.library.opcheck(ops.gated_activation, (real, offsets, None, bias, *GPT_OSS, quantize))
 
 
+def test_opcheck_with_tensor_scales():
+    """Of NVFP4, whose rows are bf16."""
+    gate_up, offsets, bias = inputs(96, torch.bfloat16, torch.device("cpu"), True)
+    real = gate_up[:72].contiguous()
+    offsets = offsets.clamp(max=72)
+    scales = torch.rand(len(offsets) - 1, 3)
+    given = (real, offsets, None, bias, *GPT_OSS, False, scales)
+    torch.library.opcheck(ops.gated_activation, given)
+
+
 @ON_GPUS
 @pytest.mark.parametrize("quantize", [False, True])
 def test_a_replay_takes_the_offsets_of_its_time(device, quantize):

@@ -238,7 +238,7 @@ def test_weights_without_scales_are_cast_but_not_quantized(tmp_path):
     # Quantized dtypes want weights that are quantized so, and other dtypes are refused.
     with pytest.raises(ValueError, match="must be fp8 with a scale for each block of 128 × 128"):
         folder.experts(BLOCK, [1], dtype=FP8)
-    with pytest.raises(ValueError, match="must be MXFP4 to be loaded in float4_e2m1fn_x2"):
+    with pytest.raises(ValueError, match="must be MXFP4 or NVFP4 to be loaded in float4_e2m1fn_x2"):
         folder.experts(BLOCK, [1], dtype=MXFP4)
     with pytest.raises(
         TypeError,

@@ -357,7 +357,7 @@ WRONG = {
             r"\[128, 256\], one for each"
         ),
     ),
-    "NVFP4": (
+    "NVFP4 without scales of matrices": (
         lambda: (
             {
                 name.replace("weight", "weight_packed").replace("packed_scale_inv", "scale"): (

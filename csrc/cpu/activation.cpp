@@ -23,11 +23,17 @@ void gated_activation(const GatedActivationArgs& args) {
         value_F[i] = to_float(row[step * i]);
         up_F[i] = to_float(row[step * i + to_up]);
       }
+      auto* scales = args.tensor_scales_e3 ? args.tensor_scales_e3 + expert * 3 : nullptr;
+      for (int64_t i = 0; scales && i < args.F; ++i) {
+        value_F[i] *= scales[0];
+        up_F[i] *= scales[1];
+      }
       for (int64_t i = 0; bias && i < args.F; ++i) {
         value_F[i] += to_float(bias[step * i]);
         up_F[i] += to_float(bias[step * i + to_up]);
       }
       for (int64_t i = 0; i < args.F; ++i) value_F[i] = gated(value_F[i], up_F[i], args.gating);
+      for (int64_t i = 0; scales && i < args.F; ++i) value_F[i] *= scales[2];
       if (args.scales_BN) {
         auto* out = static_cast<Float8*>(args.out_NF) + t * args.F;
         quantize_row(value_F.data(), args.F, out, scale_B.data(), kScaleBlock);

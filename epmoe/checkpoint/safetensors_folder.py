@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -20,9 +21,11 @@ from torch.nn.functional import pad
 
 from epmoe.local.gemm.gemm import on_hopper
 from epmoe.local.weight_formats import (
-    FORMATS,
     FP8_BLOCKS,
     MXFP4_GROUPS,
+    NVFP4_GROUPS,
+    PACKED,
+    WeightFormat,
     bits_of,
     dequantize_weights,
     granularity,
@@ -50,36 +53,64 @@ _CHOICE_BIASES = (
 _EXPERT = "experts.*."
 # What the gate, up and down projections of one expert may be called.
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
-_SUFFIXES = (
-    (".weight", ".weight_scale_inv"),
-    (".weight", ".weight_scale"),
-    (".weight", ".scale"),
-    (".weight_packed", ".weight_scale"),
-)
-"""How the names of an expert's weight and of its scales end, by format: that of DeepSeek, of
-compressed-tensors, of DeepSeek-V4, and of MX formats.
+_DIVISOR = ".weight_global_scale"
+"""How the name of a tensor scale ends by which codes are divided, in compressed-tensors. All other
+tensor scales are multiplied.
 """
 
 
-def _format(
-    gate_up: Sequence[str],
-    down: str,
-    weight: str,
-    scales: str | None = None,
-    bias: str | None = None,
-) -> dict[str, list[str]]:
+class _Suffixes(NamedTuple):
+    """How the names of an expert's tensors end in one format, where the format has them."""
+
+    weight: str
+    scales: str | None = None
+    bias: str | None = None
+    tensor_scale: str | None = None
+    """the scale of a whole matrix, in NVFP4"""
+    inputs: str | None = None
+    """the scale of the rows that the matrix multiplies, which is not used"""
+
+
+_SUFFIXES = (
+    _Suffixes(".weight", ".weight_scale_inv", ".bias"),
+    _Suffixes(".weight", ".weight_scale", ".bias"),
+    _Suffixes(".weight", ".scale", ".bias"),
+    _Suffixes(".weight_packed", ".weight_scale", ".bias"),
+    _Suffixes(".weight", ".weight_scale", ".bias", ".weight_scale_2", ".input_scale"),
+    _Suffixes(".weight_packed", ".weight_scale", ".bias", _DIVISOR, ".input_global_scale"),
+)
+"""The formats with tensors of each expert: that of DeepSeek, of compressed-tensors, of DeepSeek-V4,
+of MX formats, and NVFP4 of modelopt and of compressed-tensors.
+"""
+_SUFFIXES_OF_ALL = (
+    _Suffixes("", None, "_bias"),
+    _Suffixes("_blocks", "_scales", "_bias"),
+    _Suffixes("", "_weight_scale", "_bias", "_weight_scale_2", "_input_scale"),
+)
+"""The formats with one tensor for all experts: that of transformers, of gpt-oss in MXFP4, and of
+modelopt in NVFP4.
+"""
+_INPUTS = "inputs"
+"""The key in `Stored.tensors` of tensors that are not read."""
+
+
+def _format(gate_up: Sequence[str], down: str, suffixes: _Suffixes) -> dict[str, list[str]]:
     """Describe one format of experts: map arguments of `GroupedExperts` to names of tensors.
 
     `gate_up` has the name of one tensor with gate and up, or the names of two tensors; `down` is
-    the name of the other projection. The other arguments are what the names of weights, scales and
-    biases end with, where the format has them. In a name, * stands for the number of an expert.
+    the name of the other projection. In a name, * stands for the number of an expert.
     """
-    suffixes = {"w_*": weight, "*_scales": scales, "*_bias": bias}
+    by_part = {"w_*": suffixes.weight, "*_scales": suffixes.scales, "*_bias": suffixes.bias}
     tensors = {}
-    for argument, suffix in suffixes.items():
+    for argument, suffix in by_part.items():
         if suffix is not None:
             tensors[argument.replace("*", "gate_up")] = [name + suffix for name in gate_up]
             tensors[argument.replace("*", "down")] = [down + suffix]
+    # These are one argument for both matrices.
+    of_both = {"tensor_scales": suffixes.tensor_scale, _INPUTS: suffixes.inputs}
+    for argument, suffix in of_both.items():
+        if suffix is not None:
+            tensors[argument] = [name + suffix for name in (*gate_up, down)]
     return tensors
 
 
@@ -87,15 +118,17 @@ def _format(
 # of all experts (transformers, gpt-oss, Granite, Aria, Step).
 _FORMATS: tuple[dict[str, list[str]], ...] = (
     *(
-        _format((_EXPERT + gate, _EXPERT + up), _EXPERT + down, *suffixes, ".bias")
+        _format((_EXPERT + gate, _EXPERT + up), _EXPERT + down, suffixes)
         for gate, up, down in _PROJECTIONS
         for suffixes in _SUFFIXES
     ),
-    _format(["experts.gate_up_proj"], "experts.down_proj", "", None, "_bias"),
-    _format(["experts.gate_up_proj"], "experts.down_proj", "_blocks", "_scales", "_bias"),
-    _format(["input_linear"], "output_linear", ".weight"),
-    _format(["experts.fc1"], "experts.fc2", ".weight"),
-    _format(["gate_proj", "up_proj"], "down_proj", ".weight", ".weight_scale_inv"),
+    *(
+        _format(["experts.gate_up_proj"], "experts.down_proj", suffixes)
+        for suffixes in _SUFFIXES_OF_ALL
+    ),
+    _format(["input_linear"], "output_linear", _Suffixes(".weight")),
+    _format(["experts.fc1"], "experts.fc2", _Suffixes(".weight")),
+    _format(["gate_proj", "up_proj"], "down_proj", _Suffixes(".weight", ".weight_scale_inv")),
 )
 _OF_EXPERTS = (
     ("experts.", "input_linear.", "output_linear."),
@@ -125,6 +158,8 @@ _SCALES = {
 }
 """The dtypes that scales may have, by the dtype of their weights. U8 scales are the bytes of UE8M0.
 """
+_SCALES_OF_NVFP4 = ("F8_E4M3",)
+"""The dtype of scales beside tensor scales."""
 
 
 class _Header(NamedTuple):
@@ -174,9 +209,9 @@ class Stored(NamedTuple):
     """E, the number of experts"""
     transposed: bool
     """whether the weights are stored as [k, n] and not as [n, k]"""
-    native: torch.dtype | None
-    """The dtype in which `GroupedExperts` can take the quantized weights as they are: fp8 or MXFP4.
-    None: the weights have no scales, or they have scales that `GroupedExperts` do not take.
+    native: WeightFormat | None
+    """The format in which `GroupedExperts` can take the quantized weights as they are. None: the
+    weights have no scales, or they have scales that `GroupedExperts` do not take.
     """
     D: int
     """the hidden size; 0 if a file is absent whose header would be needed"""
@@ -193,7 +228,7 @@ class Stored(NamedTuple):
         """The names of the experts' tensors in a dequantized copy of the checkpoint."""
         tensors = {}
         for argument, names in self.tensors.items():
-            if argument.endswith("_scales"):
+            if argument.endswith("_scales") or argument == _INPUTS:
                 continue
             # The names of packed weights end with a suffix that plain weights do not have.
             plain = [name.removesuffix("_packed").removesuffix("_blocks") for name in names]
@@ -326,7 +361,8 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         By default weights keep the dtype of the checkpoint, with these exceptions. fp8 weights stay
         fp8 only if they have a scale for each block of 128 × 128. MXFP4 weights stay MXFP4 only on
         GPUs of compute capability 9.0. All other weights with scales become bf16, and a warning of
-        the logger "epmoe" names their tensors.
+        the logger "epmoe" names their tensors. Scales of the rows that NVFP4 weights multiply are
+        not used, since rows are bf16 or fp8 here.
 
         Args:
             block: the name of the block.
@@ -334,14 +370,15 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                 `Placement.logical_experts` of a rank.
             device: the device of the result.
             dtype: fp32, fp16 or bf16: weights and biases are cast or dequantized to it and rounded
-                once. fp8 e4m3 or float4_e2m1fn_x2: the weights must be fp8 with blocks of 128 × 128
-                or MXFP4, and stay so on any device. None: the default above.
+                once. fp8 e4m3 or float4_e2m1fn_x2: the weights must be fp8 with blocks of 128 ×
+                128, or MXFP4 or NVFP4, and stay so on any device. None: the default above.
 
         Returns:
             Arguments of `GroupedExperts`: `w_gate_up`, `w_down`, and scales or biases if the
-            checkpoint has any. Scales of fp8 weights are fp32; scales of MXFP4 are float8_e8m0fnu.
-            Biases of experts with scales are bf16. If F of fp8 experts is not a multiple of 128,
-            zeros fill it up to the next multiple; they do not change the outputs.
+            checkpoint has any. Scales of fp8 weights are fp32; scales of MXFP4 are float8_e8m0fnu;
+            those of NVFP4 are float8_e4m3fn, with `tensor_scales` fp32. Biases of experts with
+            scales are bf16. If F of fp8 experts is not a multiple of 128, zeros fill it up to the
+            next multiple; they do not change the outputs.
 
         Raises:
             TypeError: `dtype` is none of these.
@@ -350,9 +387,9 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                 cannot be loaded as they are in the quantized dtype that `dtype` asks for.
             LookupError: the checkpoint has no expert of one of these numbers.
         """
-        if dtype not in (None, *FLOATS, *FORMATS):
+        if dtype not in (None, *FLOATS, *PACKED):
             raise TypeError(
-                f"`dtype` must be None, {', '.join(map(dtype_name, (*FLOATS, *FORMATS)))}, got "
+                f"`dtype` must be None, {', '.join(map(dtype_name, (*FLOATS, *PACKED)))}, got "
                 f"{dtype}"
             )
         # The block must have these experts. The router has a row for each expert.
@@ -364,8 +401,10 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             raise LookupError(f"{self.path}: `{block}` has the experts 0 to {E - 1}, got {outside}")
         # It must be possible to load the experts in `dtype`.
         stored = self._stored(block, E)
-        if dtype in FORMATS and dtype != stored.native:
-            needed = "MXFP4" if dtype == MXFP4 else "fp8 with a scale for each block of 128 × 128"
+        if dtype in PACKED and (stored.native is None or dtype != stored.native.codes):
+            needed = "fp8 with a scale for each block of 128 × 128"
+            if dtype == MXFP4:
+                needed = "MXFP4 or NVFP4"
             raise ValueError(
                 f"{self.path}: the experts of `{block}` must be {needed} to be loaded in "
                 f"{dtype_name(dtype)}"
@@ -381,10 +420,12 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         """
         if stored.native is None:
             why = "experts in fp8 have scales of blocks of 128 × 128"
-        elif stored.native == MXFP4 and not on_hopper(device):
+        elif stored.native == NVFP4_GROUPS:
+            why = "no kernel takes NVFP4 as it is"
+        elif stored.native == MXFP4_GROUPS and not on_hopper(device):
             why = "GPUs of compute capability 9.0 have kernels for MXFP4"
         else:
-            return stored.native
+            return stored.native.codes
         names = _some({name for part in _MATRICES for name in stored.tensors[f"w_{part}"]})
         _log.warning("%s: experts are dequantized to bf16: %s: %s", self.path, names, why)
         return torch.bfloat16
@@ -456,6 +497,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         if dtype == FP8:
             padding = -stored.F % FP8_BLOCKS.block[1]
         out = {}
+        tensor_scales = self._tensor_scales(stored, x, device)
         for part in _MATRICES:
             is_gate_up = part == "gate_up"
             # Read the tensors, of which gate and up may have one each.
@@ -469,19 +511,42 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                 dim = 0 if is_gate_up else 1
                 weights = [_padded(weight, padding, dim) for weight in weights]
             elif dtype in FLOATS and scales:
-                pairs = zip(weights, scales, strict=True)
-                weights = [dequantize_weights(weight, scale, dtype) for weight, scale in pairs]
+                of_part: Sequence[Tensor | None] = [None] * len(weights)
+                if tensor_scales:
+                    of_part = tensor_scales[:-1] if is_gate_up else tensor_scales[-1:]
+                weights = [
+                    dequantize_weights(weight, scale, dtype, tensor_scale)
+                    for weight, scale, tensor_scale in zip(weights, scales, of_part, strict=True)
+                ]
                 scales = []
             # Put gate and up below each other.
             out[f"w_{part}"] = _joined(weights).to(dtype)
             if scales:
-                assert dtype is not None
-                out[f"{part}_scales"] = _joined(scales).to(FORMATS[dtype].scale)
+                assert stored.native is not None
+                out[f"{part}_scales"] = _joined(scales).to(stored.native.scale)
             if biases:
                 bias_padding = padding if is_gate_up else 0
                 biases = [pad(bias, (0, bias_padding)) for bias in biases]
                 out[f"{part}_bias"] = torch.cat(biases).to(torch.bfloat16 if scales else dtype)
+        if tensor_scales and dtype in PACKED:
+            # If gate and up are one tensor, they have one scale.
+            *_, up, down = tensor_scales
+            out["tensor_scales"] = torch.stack([tensor_scales[0], up, down])
         return out
+
+    def _tensor_scales(self, stored: Stored, x: int, device: torch.device | str) -> list[Tensor]:
+        """Read the tensor scales of the expert `x`, fp32 [] for each of its matrices, of which down
+        is the last; [] if the checkpoint has none.
+        """
+        scales = []
+        for name in stored.tensors.get("tensor_scales", ()):
+            # A tensor may have the scales of all experts, or one scale for all of them.
+            value: Tensor = self[_name_of(x, name)]
+            if value.numel() > 1:
+                value = value[x]
+            scale = value.to(device, torch.float32).reshape(())
+            scales.append(scale.reciprocal() if name.endswith(_DIVISOR) else scale)
+        return scales
 
     def _read_all(
         self,
@@ -547,6 +612,9 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             for argument, names_of_argument in known.items():
                 if patterns & {*names_of_argument}:
                     found_part[argument] = names_of_argument
+            # Scales of rows are left unread beside NVFP4 only.
+            if "tensor_scales" not in found_part:
+                found_part.pop(_INPUTS, None)
             if {"w_gate_up", "w_down"} <= found_part.keys():
                 fitting.append(found_part)
         if not fitting:
@@ -599,7 +667,8 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         tensors = self._tensors(block, E)
         # All experts must have the same header for an argument. Keep that of the first expert.
         headers: dict[str, _Header] = {}
-        for argument, names in tensors.items():
+        needed = {argument: names for argument, names in tensors.items() if argument != _INPUTS}
+        for argument, names in needed.items():
             for name in dict.fromkeys(_name_of(x, name) for name in names for x in range(E)):
                 # The file may be absent.
                 if self._file_of[name] not in self._opened:
@@ -611,7 +680,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                     raise self._refusal(header, f"but {first}: all experts must have one format")
         # If no header of an argument is there, the sizes are unknown. That is no error yet: it will
         # be one for a rank that reads an absent file.
-        if headers.keys() != tensors.keys():
+        if headers.keys() != needed.keys():
             return Stored(
                 router={},
                 tensors=tensors,
@@ -633,9 +702,12 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                 gate_up, f"and {down}: both must have one dtype of {', '.join(_WEIGHTS)}"
             )
         fused = "*" not in tensors["w_down"][0]
+        tensor_scales = headers.pop("tensor_scales", None)
         for header in headers.values():
             if fused and header.shape[:1] != [E]:
                 raise self._refusal(header, f"but must have {E} rows, as the router has")
+        if tensor_scales is not None:
+            self._check_tensor_scales(tensor_scales, E if fused else 1)
         # The shapes of an expert must fit each other. A header may have any number of dimensions,
         # so zeros stand for those of `down` that are missing.
         gate_up_shape = gate_up.of_expert(fused, packed)
@@ -656,7 +728,8 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         natives = set()
         for part in _MATRICES:
             scales = headers.get(f"{part}_scales")
-            natives.add(self._native(headers[f"w_{part}"], scales, fused, packed))
+            weight = headers[f"w_{part}"]
+            natives.add(self._native(weight, scales, fused, packed, tensor_scales is not None))
         native = natives.pop() if len(natives) == 1 else None
         return Stored(
             router={},
@@ -669,15 +742,31 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             F=F,
         )
 
+    def _check_tensor_scales(self, header: _Header, num: int) -> None:
+        """Raise ValueError unless a tensor is fp32 with one number, or with one for each of `num`
+        experts.
+        """
+        if header.dtype != "F32" or math.prod(header.shape) not in (1, num):
+            raise self._refusal(header, "but must be F32, one number for each matrix")
+
     def _native(
-        self, weight: _Header, scales: _Header | None, fused: bool, packed: bool
-    ) -> torch.dtype | None:
-        """Find out in which quantized dtype `GroupedExperts` can take a weight: `Stored.native`.
+        self,
+        weight: _Header,
+        scales: _Header | None,
+        fused: bool,
+        packed: bool,
+        has_tensor_scales: bool,
+    ) -> WeightFormat | None:
+        """Find out in which format `GroupedExperts` can take a quantized weight: `Stored.native`.
 
         Raises ValueError unless a quantized weight has the scales that it needs, and any other
         weight has none.
         """
         known = _SCALES.get(weight.dtype)
+        if has_tensor_scales:
+            if not packed:
+                raise self._refusal(weight, "with tensor scales, which only packed weights have")
+            known = _SCALES_OF_NVFP4
         if known is None:
             if scales is not None:
                 raise self._refusal(scales, f"but {weight}, which needs no scales")
@@ -687,13 +776,14 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         # Find out how many rows and columns of the weight share a scale.
         n, k = weight.of_expert(fused, packed)
         shared = granularity(scales.of_expert(fused), n, k)
-        in_groups = shared == MXFP4_GROUPS.block
-        needs_groups = packed or scales.dtype == "U8"
+        of_groups = NVFP4_GROUPS if has_tensor_scales else MXFP4_GROUPS
+        in_groups = shared == of_groups.block
+        needs_groups = packed or scales.dtype == "U8" or shared == NVFP4_GROUPS.block
         is_known_layout = shared is not None and (in_groups or not needs_groups)
         if scales.dtype not in known or not is_known_layout:
             if packed:
-                wanted_format = MXFP4_GROUPS
-                each = "group of 32"
+                wanted_format = of_groups
+                each = f"group of {of_groups.block[1]}"
             else:
                 wanted_format = FP8_BLOCKS
                 each = "block of 128 × 128, or one for each row, group of 32 or weight"
@@ -704,8 +794,8 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             )
             raise self._refusal(scales, why)
         if packed:
-            return MXFP4
-        return FP8 if shared == FP8_BLOCKS.block else None
+            return of_groups
+        return FP8_BLOCKS if shared == FP8_BLOCKS.block else None
 
     def _refusal(self, header: _Header, why: str) -> ValueError:
         """The error for a tensor of another format. Its message names the file and the header."""

@@ -16,7 +16,14 @@ from epmoe.local.gemm.gemm import Added, Gating, Segments, Weights
 from epmoe.local.gemm.table import CHOICES, GEMMS
 from epmoe.local.spread import local_view
 from epmoe.local.stage import Stage
-from epmoe.local.weight_formats import FORMATS, bits_of, plain_shape, product_dtype
+from epmoe.local.weight_formats import (
+    PACKED,
+    WeightFormat,
+    bits_of,
+    format_of,
+    plain_shape,
+    product_dtype,
+)
 from epmoe.native.arguments import (
     FLOATS,
     FP8,
@@ -29,9 +36,9 @@ from epmoe.native.arguments import (
 from epmoe.native.formats import format_of_rows
 
 # The dtypes that weights may have.
-DTYPES = (*FLOATS, torch.float64, *FORMATS)
+DTYPES = (*FLOATS, torch.float64, *PACKED)
 # The parameters that casts leave alone if the weights have scales.
-_KEEP_DTYPE = ("w_gate_up", "w_down", "gate_up_scales", "down_scales")
+_KEEP_DTYPE = ("w_gate_up", "w_down", "gate_up_scales", "down_scales", "tensor_scales")
 
 
 class _Sizes(NamedTuple):
@@ -45,10 +52,11 @@ class _Sizes(NamedTuple):
     """the width of an expert"""
 
 
-def _checked_sizes(w_gate_up: Tensor, w_down: Tensor) -> _Sizes:
+def _checked_sizes(w_gate_up: Tensor, w_down: Tensor, quantized: WeightFormat | None) -> _Sizes:
     """Check the shapes and dtypes of weights [e, 2F, D] and [e, D, F], and return their sizes.
 
-    Raises TypeError or ValueError, which names the argument, if the weights do not fit each other.
+    `quantized` is the format of weights with scales. Raises TypeError or ValueError, which names
+    the argument, if the weights do not fit each other.
     """
     # Both weights must have the same dtype. If that of `w_down` is allowed, errors name it alone,
     # otherwise they list all allowed dtypes.
@@ -57,9 +65,8 @@ def _checked_sizes(w_gate_up: Tensor, w_down: Tensor) -> _Sizes:
     check_tensor("w_down", w_down, dtypes or DTYPES, ("e", "D", "F"))
     e, D, F = plain_shape(w_down)
 
-    # An item of MXFP4 has two numbers, and a group of 32 numbers has one scale.
+    # An item of e2m1 has two numbers, and a group of 32 or 16 numbers has one scale.
     packed = 1
-    quantized = FORMATS.get(w_down.dtype)
     if quantized is not None and quantized.packed > 1:
         packed = quantized.packed
         group = quantized.block[1]
@@ -81,7 +88,7 @@ def _check_not_transposed(w_gate_up: object, w_down: Tensor) -> None:
     if not isinstance(w_gate_up, Tensor) or w_gate_up.dim() != 3 or w_gate_up.dtype != w_down.dtype:
         return
     weights = {"w_gate_up": w_gate_up, "w_down": w_down}
-    if _fit(weights) or w_down.dtype in FORMATS:
+    if _fit(weights) or w_down.dtype in PACKED:
         return
     # Try to transpose one of the weights, then both.
     for names in (["w_gate_up"], ["w_down"], ["w_gate_up", "w_down"]):
@@ -121,7 +128,7 @@ def is_called_alone(experts: object) -> TypeGuard[GroupedExperts]:
 def parameter(value: Tensor) -> nn.Parameter:
     """Make a parameter that shares memory with `value`.
 
-    The parameter requires grad, with two exceptions. fp8, MXFP4 and fp64 weights do not, since such
+    The parameter requires grad, with two exceptions. fp8, e2m1 and fp64 weights do not, since such
     experts cannot be trained, and tensors that were made in inference mode cannot have gradients.
     """
     return nn.Parameter(value, requires_grad=value.dtype in FLOATS and not value.is_inference())
@@ -141,11 +148,14 @@ class GroupedExperts(nn.Module):
     mode, a call has gradients if its rows, row weights or a parameter require grad; any other call
     only serves. The gradients have the same bits in every run. The outputs have the same bits with
     and without gradients if the same GEMM computes them; for calls with gradients it is Hopper's,
-    torch's, or a loop. fp8, MXFP4 and fp64 weights cannot be trained. For frozen parameters nothing
-    is kept for the backward pass. Gradients of gradients are refused.
+    torch's, or a loop. fp8, MXFP4, NVFP4 and fp64 weights cannot be trained. For frozen parameters
+    nothing is kept for the backward pass. Gradients of gradients are refused.
 
-    Casts, moves and `load_state_dict` choose the GEMMs again. A cast does not change fp8 or MXFP4
-    weights and their scales.
+    Casts, moves and `load_state_dict` choose the GEMMs again. A cast does not change weights with
+    scales, and their scales.
+
+    NVFP4 weights serve on CPUs only. They are dequantized in every call, and their tensor scales
+    are applied to the products in fp32.
 
     In a `MoELayer` over several ranks the weights become DTensors [E, …] of the experts of all
     ranks, of which each rank has its own rows. See `epmoe.training.spread`.
@@ -177,15 +187,19 @@ class GroupedExperts(nn.Module):
 
     Args:
         w_gate_up: the weights of gate and up, [e, 2F, D] in fp32, fp16, bf16, fp64 or fp8 e4m3.
-            Each expert has F rows of gate, then F rows of up. Or MXFP4: float4_e2m1fn_x2 [e, 2F,
-            D/2], where an item has two codes, the low four bits first. Bytes become such items by
-            `.view(torch.float4_e2m1fn_x2)`. D and F must be multiples of 32 for MXFP4.
-        w_down: the weights of down, [e, D, F], or [e, D, F/2] for MXFP4, in the same dtype and on
-            the same device.
+            Each expert has F rows of gate, then F rows of up. Or MXFP4 and NVFP4: float4_e2m1fn_x2
+            [e, 2F, D/2], where an item has two codes, the low four bits first. Bytes become such
+            items by `.view(torch.float4_e2m1fn_x2)`. D and F must be multiples of 32 for MXFP4, and
+            of 16 for NVFP4.
+        w_down: the weights of down, [e, D, F], or [e, D, F/2] for MXFP4 and NVFP4, in the same
+            dtype and on the same device.
         gate_up_scales: for fp8 weights, fp32 [e, ⌈2F/128⌉, ⌈D/128⌉]: a scale for each block of 128
             × 128. For MXFP4, float8_e8m0fnu [e, 2F, D/32]: a scale for each 32 numbers of a row.
+            For NVFP4, float8_e4m3fn [e, 2F, D/16].
         down_scales: for fp8 weights, fp32 [e, ⌈D/128⌉, ⌈F/128⌉]. For MXFP4, float8_e8m0fnu [e, D,
-            F/32].
+            F/32]. For NVFP4, float8_e4m3fn [e, D, F/16].
+        tensor_scales: for NVFP4, fp32 [e, 3]: the scales of the whole matrices of gate, up and
+            down. A weight is code · scale · tensor scale. For other weights None.
         gate_up_bias: [e, 2F] in the dtype of outputs, or None.
         down_bias: [e, D] in the dtype of outputs, or None.
         interleaved: whether gate and up rows alternate in `w_gate_up` and its bias.
@@ -212,6 +226,7 @@ class GroupedExperts(nn.Module):
     w_down: nn.Parameter
     gate_up_scales: nn.Parameter | None
     down_scales: nn.Parameter | None
+    tensor_scales: nn.Parameter | None
     gate_up_bias: nn.Parameter | None
     down_bias: nn.Parameter | None
     _stage: Stage
@@ -227,6 +242,7 @@ class GroupedExperts(nn.Module):
         *,
         gate_up_scales: Tensor | None = None,
         down_scales: Tensor | None = None,
+        tensor_scales: Tensor | None = None,
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         interleaved: bool = False,
@@ -237,7 +253,8 @@ class GroupedExperts(nn.Module):
         batch_invariant: bool = False,
     ) -> None:
         # Check all arguments before the module holds anything.
-        e, D, F = _checked_sizes(w_gate_up, w_down)
+        quantized = format_of(w_down, down_scales)
+        e, D, F = _checked_sizes(w_gate_up, w_down, quantized)
         if limit is not None and limit != math.inf:
             check_number("limit", limit)
         check_number("alpha", alpha)
@@ -250,8 +267,9 @@ class GroupedExperts(nn.Module):
         # The weights, and their scales and biases.
         self.w_gate_up = parameter(w_gate_up)
         self.w_down = parameter(w_down)
-        self._add_part("gate_up", gate_up_scales, gate_up_bias, (e, 2 * F, D))
-        self._add_part("down", down_scales, down_bias, (e, D, F))
+        self._add_part("gate_up", quantized, gate_up_scales, gate_up_bias, (e, 2 * F, D))
+        self._add_part("down", quantized, down_scales, down_bias, (e, D, F))
+        self._add_tensor_scales(quantized, tensor_scales)
 
         # The activation.
         self.interleaved = interleaved
@@ -267,17 +285,21 @@ class GroupedExperts(nn.Module):
         self._choose()
 
     def _add_part(
-        self, part: str, scales: Tensor | None, bias: Tensor | None, sizes: tuple[int, int, int]
+        self,
+        part: str,
+        quantized: WeightFormat | None,
+        scales: Tensor | None,
+        bias: Tensor | None,
+        sizes: tuple[int, int, int],
     ) -> None:
         """Register the scales and the bias of one weight [e, n, k] as parameters, or as None.
 
-        `part` is "gate_up" or "down", and `sizes` is (e, n, k). Raises TypeError or ValueError if
-        they do not fit the weight.
+        `part` is "gate_up" or "down", `quantized` is the format of weights with scales, and `sizes`
+        is (e, n, k). Raises TypeError or ValueError if they do not fit the weight.
         """
         e, n, k = sizes
         device = self.w_down.device
         # A format with scales needs them, and one without takes none.
-        quantized = FORMATS.get(self.w_down.dtype)
         if quantized is not None:
             shape = quantized.scales_shape(e, n, k)
             check_tensor(f"{part}_scales", scales, (quantized.scale,), shape, device)
@@ -297,6 +319,29 @@ class GroupedExperts(nn.Module):
                 made.requires_grad_(False)
             self.register_parameter(name, made)
 
+    def _add_tensor_scales(self, quantized: WeightFormat | None, scales: Tensor | None) -> None:
+        """Register the tensor scales as a parameter, or as None.
+
+        Raises TypeError or ValueError if they do not fit the format of the weights.
+        """
+        if quantized is not None and quantized.has_tensor_scales:
+            shape = (len(self.w_down), 3)
+            check_tensor("tensor_scales", scales, (torch.float32,), shape, self.w_down.device)
+        elif scales is not None:
+            name = quantized.name if quantized else dtype_name(self.w_down.dtype)
+            raise ValueError(f"`tensor_scales` must be None where the weights are {name}")
+        if scales is None:
+            self.register_parameter("tensor_scales", None)
+            return
+        made = parameter(scales)
+        made.requires_grad_(False)
+        self.register_parameter("tensor_scales", made)
+
+    @property
+    def weight_format(self) -> WeightFormat | None:
+        """The format of weights with scales. None: the weights have no scales."""
+        return format_of(self.w_down, self.down_scales)
+
     @property
     def is_fp8(self) -> bool:
         """Whether the weights are fp8, with scales."""
@@ -304,8 +349,8 @@ class GroupedExperts(nn.Module):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the weights have scales. Such weights, fp8 or MXFP4, cannot be trained."""
-        return self.w_down.dtype in FORMATS
+        """Whether the weights have scales. Such weights, fp8, MXFP4 or NVFP4, cannot be trained."""
+        return self.w_down.dtype in PACKED
 
     @property
     def dtype(self) -> torch.dtype:
@@ -430,7 +475,7 @@ class GroupedExperts(nn.Module):
                 `alignment`, because `gemm` is "deep_gemm" or the experts are `batch_invariant`, and
                 it is no multiple of the property `alignment`.
             RuntimeError: an argument or a parameter requires grad in grad mode, but the weights are
-                fp8, MXFP4 or fp64.
+                fp8, MXFP4, NVFP4 or fp64.
         """
         weights = self._weights(added)
         e, D, _ = weights.down.shape
@@ -501,7 +546,7 @@ class GroupedExperts(nn.Module):
         """What `repr` says of sizes, weights and GEMMs."""
         e, D, F = plain_shape(self._weights(None).down)
         weights = dtype_name(self.w_down.dtype)
-        quantized = FORMATS.get(self.w_down.dtype)
+        quantized = self.weight_format
         if quantized is not None and quantized.packed > 1:
             weights = quantized.name
         # Add the GEMMs that are used only for few rows.
@@ -558,6 +603,8 @@ class GroupedExperts(nn.Module):
         """Choose the GEMMs for the weights as they are now, after any change of them."""
         with torch.no_grad():
             weights = self._weights(None)
+        if weights.tensor_scales is not None and weights.down.is_cuda:
+            raise ValueError("experts in NVFP4 must be on the CPU: no kernel for GPUs takes them")
         self._stage = Stage.choose(
             self._wanted, weights.gate_up, weights.down, batch_invariant=self._invariant
         )
@@ -597,7 +644,7 @@ class GroupedExperts(nn.Module):
             local_view(value, over) if hasattr(value, "_local_tensor") else value
             for value in self.held()
         ]
-        return Weights._make([*held, self.gating, added])
+        return Weights._make([*held, self.gating, added, self._parameters["tensor_scales"]])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Cast or move the experts. torch calls it for `to`, `cuda`, `half` and the like.

@@ -25,7 +25,7 @@ from epmoe.local.gemm.gemm import (
     Kept,
     TrainedSegments,
     TrainedWeights,
-    bias_of_rows,
+    of_rows,
 )
 from epmoe.local.gemm.gradients import bias_gradients, product_for_weights
 from epmoe.local.gemm.table import GEMMS
@@ -61,7 +61,7 @@ def experts_forward(
         bias = bias.contiguous()
     out, gate_up = GEMMS[gemm].train(rows, weights, segments, bias)
     if weights.down_bias is not None:
-        out += bias_of_rows(weights.down_bias, segments.offsets[1:], rows.shape[0])
+        out += of_rows(weights.down_bias, segments.offsets[1:], rows.shape[0])
     return out, gate_up
 
 
@@ -80,7 +80,7 @@ def experts_backward(
     row_weights = kept.row_weights
     found = dict[str, Tensor]()
     if kept.gate_up_bias is not None and len(kept.gate_up_bias):
-        gate_up = gate_up + bias_of_rows(kept.gate_up_bias, offsets[1:], N)
+        gate_up = gate_up + of_rows(kept.gate_up_bias, offsets[1:], N)
 
     # Start at the end of the stage: the bias of the second product.
     if needs.down_bias:
@@ -117,7 +117,7 @@ def experts_backward(
     if needs.row_weights:
         grad_weights = gradients.row_weights
         if kept.down_bias is not None and len(kept.down_bias):
-            bias_ND = bias_of_rows(kept.down_bias, offsets[1:], N)
+            bias_ND = of_rows(kept.down_bias, offsets[1:], N)
             grad_weights += ops.weighted_rows_backward_(
                 bias_ND, grad, None, offsets, segments.tokens
             )

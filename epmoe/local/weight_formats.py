@@ -1,7 +1,9 @@
 """Formats of quantized weights: codes of few bits (e4m3, or pairs of e2m1), and scales.
 
-`FORMATS` lists the formats in which `GroupedExperts` take weights. Checkpoints may have other
-formats, with a scale for each tensor, row, group or block. Such weights are dequantized.
+`FORMATS` lists the formats in which `GroupedExperts` take weights. NVFP4 has two kinds of scales: a
+scale in e4m3 for each group of 16 numbers, and a tensor scale in fp32 for each matrix. Checkpoints
+may have other formats, with a scale for each tensor, row, group or block. Such weights are
+dequantized.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ class WeightFormat:
     """the dtype of the scales"""
     block: tuple[int, int]
     """how many rows and columns share a scale"""
+    has_tensor_scales: bool
+    """whether each matrix of an expert has one more scale, which is fp32"""
 
     def scales_shape(self, e: int, n: int, k: int) -> tuple[int, int, int]:
         """The shape of the scales of weights [e, n, k]. n and k count numbers, not items."""
@@ -46,6 +50,7 @@ FP8_BLOCKS = WeightFormat(
     packed=1,
     scale=torch.float32,
     block=(128, 128),
+    has_tensor_scales=False,
 )
 MXFP4_GROUPS = WeightFormat(
     name="MXFP4",
@@ -53,9 +58,35 @@ MXFP4_GROUPS = WeightFormat(
     packed=2,
     scale=torch.float8_e8m0fnu,
     block=(1, 32),
+    has_tensor_scales=False,
 )
-FORMATS = {each.codes: each for each in (FP8_BLOCKS, MXFP4_GROUPS)}
-"""The formats that have scales, by the dtype of the weights. Any other dtype has no scales."""
+NVFP4_GROUPS = WeightFormat(
+    name="NVFP4",
+    codes=MXFP4,
+    packed=2,
+    scale=torch.float8_e4m3fn,
+    block=(1, 16),
+    has_tensor_scales=True,
+)
+FORMATS = (FP8_BLOCKS, MXFP4_GROUPS, NVFP4_GROUPS)
+"""The formats of weights that have scales. `format_of` finds the format of weights."""
+PACKED = {each.codes: each.packed for each in FORMATS}
+"""The dtypes of weights that have scales, and how many numbers an item of each dtype has. Weights
+of any other dtype have no scales.
+"""
+
+
+def format_of(weights: object, scales: object) -> WeightFormat | None:
+    """Find the format of weights by their dtype and the dtype of their scales.
+
+    Returns None for weights of a dtype that has no scales. If the scales fit none of the formats
+    with such weights, the first of these is returned, so that a check can say what scales must be.
+    """
+    fitting = [known for known in FORMATS if known.codes == getattr(weights, "dtype", None)]
+    for known in fitting:
+        if known.scale == getattr(scales, "dtype", None):
+            return known
+    return fitting[0] if fitting else None
 
 
 def bits_of(values: Tensor) -> Tensor:
@@ -75,15 +106,12 @@ def take_rows(values: Tensor, rows: Sequence[int]) -> Tensor:
 def plain_shape(weights: Tensor) -> tuple[int, ...]:
     """The shape of weights [e, n, k], where k counts numbers even if an item has several."""
     *shape, k = weights.shape
-    quantized = FORMATS.get(weights.dtype)
-    if quantized is not None:
-        k *= quantized.packed
-    return *shape, k
+    return *shape, k * PACKED.get(weights.dtype, 1)
 
 
 def product_dtype(weights: Tensor) -> torch.dtype:
     """The dtype of products with these weights: bf16 if they have scales, or else their own."""
-    if weights.dtype in FORMATS:
+    if weights.dtype in PACKED:
         return torch.bfloat16
     return weights.dtype
 
@@ -92,11 +120,12 @@ def granularity(scales: Sequence[int], n: int, k: int) -> tuple[int, int] | None
     """Find out how many rows and columns of a weight [n, k] share a scale.
 
     `scales` is the shape of the scales. There may be a scale for each block of 128 × 128, for the
-    whole weight, for each row, or for each group of 32 numbers of a row. Returns None if the shape
-    is that of none of these.
+    whole weight, for each row, or for each group of 32 or 16 numbers of a row. Returns None if the
+    shape is that of none of these.
     """
     shape = list(scales)
-    for block in (FP8_BLOCKS.block, (n, k), (1, k), MXFP4_GROUPS.block):
+    groups = (MXFP4_GROUPS.block, NVFP4_GROUPS.block)
+    for block in (FP8_BLOCKS.block, (n, k), (1, k), *groups):
         rows, columns = block
         parts = [-(-n // rows), -(-k // columns)]
         # Some checkpoints leave out dimensions of 1: they have [n] for a scale for each row, and []
@@ -111,8 +140,8 @@ def granularity(scales: Sequence[int], n: int, k: int) -> tuple[int, int] | None
 def codes_of(weight: Tensor) -> Tensor:
     """Convert codes to the values that they have without scales, in fp32.
 
-    e4m3 weights keep their shape. MXFP4 weights [..., n, k/2] become [..., n, k]: each item has two
-    codes e2m1, of which the one in the low four bits comes first.
+    e4m3 weights keep their shape. e2m1 weights [..., n, k/2] become [..., n, k]: each item has two
+    codes, of which the one in the low four bits comes first.
     """
     if weight.dtype != MXFP4:
         return weight.float()
@@ -122,11 +151,15 @@ def codes_of(weight: Tensor) -> Tensor:
     return table[torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2).int()]
 
 
-def dequantize_weights(weights: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize_weights(
+    weights: Tensor, scales: Tensor, dtype: torch.dtype, tensor_scales: Tensor | None = None
+) -> Tensor:
     """Dequantize weights [..., n, k] to `dtype`.
 
     Each code is multiplied by its scale in fp32, and the product is rounded once. `scales` have any
-    float dtype, and a shape that `granularity` knows.
+    float dtype, and a shape that `granularity` knows. `tensor_scales` of NVFP4 are fp32, and of a
+    shape that fits [..., n, k], such as [] for one matrix. Without them NVFP4 weights keep that
+    factor out, and bf16 has all of their values.
     """
     codes = codes_of(weights)
     *before, n, k = codes.shape
@@ -136,7 +169,11 @@ def dequantize_weights(weights: Tensor, scales: Tensor, dtype: torch.dtype) -> T
     block_scales = _plain_scales(scales).reshape(*before, -(-n // rows), -(-k // columns))
     row_scales = block_scales.repeat_interleave(rows, -2)[..., :n, :]
     element_scales = row_scales.repeat_interleave(columns, -1)[..., :k]
-    return (codes * element_scales).to(dtype)
+    values = codes * element_scales
+    if tensor_scales is not None:
+        # The value without the tensor scale has at most six bits, so fp64 has the whole product.
+        values = values.double() * tensor_scales
+    return values.to(dtype)
 
 
 def _plain_scales(scales: Tensor) -> Tensor:

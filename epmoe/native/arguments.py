@@ -17,8 +17,8 @@ INTS = (torch.int32, torch.int64)
 FP8 = torch.float8_e4m3fn
 FP32 = torch.finfo(torch.float32)
 MXFP4 = torch.float4_e2m1fn_x2
-"""The dtype of weights in MXFP4. A byte holds two numbers in e2m1, of which the low four bits are
-the first.
+"""The dtype of weights in MXFP4 and NVFP4. A byte holds two numbers in e2m1, of which the low four
+bits are the first.
 """
 
 

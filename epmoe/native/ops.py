@@ -60,11 +60,12 @@ _library.define(
 )
 # These two read and write only rows of segments. Without tokens_per_expert the segments have no
 # gaps. Scales are [blocks of a row, N], of which each row takes a multiple of 16 bytes. The scales
-# of gated_activation are empty unless its outputs are quantized.
+# of gated_activation are empty unless its outputs are quantized. Its tensor_scales, fp32 [e, 3], of
+# each expert multiply gate and up before the bias is added, and the output.
 _library.define(
     "gated_activation(Tensor gate_up, Tensor expert_offsets, Tensor? tokens_per_expert, Tensor? "
-    "bias, bool interleaved, float limit, float alpha, float up_offset, bool quantize) -> (Tensor "
-    "out, Tensor scales)"
+    "bias, bool interleaved, float limit, float alpha, float up_offset, bool quantize, Tensor? "
+    "tensor_scales=None) -> (Tensor out, Tensor scales)"
 )
 _library.define(
     "scales_by_block(Tensor scales, Tensor expert_offsets, Tensor? tokens_per_expert) -> Tensor"
@@ -258,7 +259,7 @@ def _(x: Tensor, num_tokens: Tensor | None, num_rows: int, block: int) -> tuple[
 
 @torch.library.register_fake("epmoe::gated_activation")
 def _(gate_up: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    quantize = rest[-1]
+    quantize = rest[7]
     N = gate_up.shape[0]
     F = gate_up.shape[1] // 2
     dtype = torch.float8_e4m3fn if quantize else gate_up.dtype

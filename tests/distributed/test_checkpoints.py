@@ -83,21 +83,26 @@ def full(kind: str = "plain", seed: int = 0) -> dict[str, object]:
         }
         fp8 = {name: tensors[name].to(torch.float8_e4m3fn) for name in ("w_gate_up", "w_down")}
         return tensors | fp8 | scales
-    # Random codes, with scales near 1.
-    if kind == "mxfp4":
+    # Random codes, with scales near 1 in MXFP4.
+    if kind in ("mxfp4", "nvfp4"):
         generator = torch.Generator().manual_seed(seed + 4)
+        group = 32 if kind == "mxfp4" else 16
+        scale = torch.float8_e8m0fnu if kind == "mxfp4" else torch.float8_e4m3fn
         shapes = {
             "w_gate_up": (2 * F, D // 2),
             "w_down": (D, F // 2),
-            "gate_up_scales": (2 * F, D // 32),
+            "gate_up_scales": (2 * F, D // group),
         }
-        shapes["down_scales"] = (D, F // 32)
-        return tensors | {
-            name: torch.randint(100, 130, (E, *shape), generator=generator, dtype=torch.uint8).view(
-                MXFP4 if name.startswith("w_") else torch.float8_e8m0fnu
+        shapes["down_scales"] = (D, F // group)
+        tensors |= {
+            name: torch.randint(100, 127, (E, *shape), generator=generator, dtype=torch.uint8).view(
+                MXFP4 if name.startswith("w_") else scale
             )
             for name, shape in shapes.items()
         }
+        if kind == "nvfp4":
+            tensors["tensor_scales"] = torch.rand(E, 3, generator=generator)
+        return tensors
     # Biases everywhere, and weights transposed in memory.
     if kind == "gpt_oss":
         biases = {
@@ -154,7 +159,7 @@ def assert_holds(layer: MoELayer, kind: str = "plain", seed: int = 0) -> None:
     ("placement", "kind"),
     [
         *((placement, "plain") for placement in PLACEMENTS),
-        *((COPIES, kind) for kind in ("fp8", "mxfp4", "gpt_oss")),
+        *((COPIES, kind) for kind in ("fp8", "mxfp4", "nvfp4", "gpt_oss")),
     ],
 )
 def test_a_rank_takes_its_experts_of_all_and_ranks_together_give_all(
@@ -172,7 +177,8 @@ def test_a_rank_takes_its_experts_of_all_and_ranks_together_give_all(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kind"), [(1, "plain"), *((2, kind) for kind in ("plain", "fp8", "mxfp4", "gpt_oss"))]
+    ("ranks", "kind"),
+    [(1, "plain"), *((2, kind) for kind in ("plain", "fp8", "mxfp4", "nvfp4", "gpt_oss"))],
 )
 def test_a_full_state_dict_loads_on_any_number_of_ranks(ep_over, size, ranks, kind):
     saved = MoELayer.from_full(
@@ -199,6 +205,7 @@ def test_a_full_state_dict_loads_on_any_number_of_ranks(ep_over, size, ranks, ki
         ({}, COPIES, "plain"),
         (COPIES, {}, "fp8"),
         (COPIES, {}, "mxfp4"),
+        (COPIES, {}, "nvfp4"),
         (COPIES, {}, "gpt_oss"),
         (PLACEMENTS[3], PLACEMENTS[3], "plain"),
     ],

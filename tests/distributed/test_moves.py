@@ -463,18 +463,21 @@ def test_moves_in_inference_mode_and_then_outside(ep, slots):
     slots.check()
 
 
-def test_experts_in_mxfp4_move(make, rank):
+@pytest.mark.parametrize("form", ["MXFP4", "NVFP4"])
+def test_experts_of_four_bits_move(make, rank, form):
     """Codes and scales, byte by byte, and what the layers compute stays."""
     ep = make(dtype="bfloat16")
+    groups = D // 32 if form == "MXFP4" else D // 16
     codes = {
         "w_gate_up": (2 * D, D // 2),
         "w_down": (D, D // 2),
-        "gate_up_scales": (2 * D, 1),
-        "down_scales": (D, 1),
+        "gate_up_scales": (2 * D, groups),
+        "down_scales": (D, groups),
     }
     # Random codes and scales of all experts, and layers of them.
     draw = generator(5)
-    dtypes = {name: MXFP4 if name.startswith("w_") else torch.float8_e8m0fnu for name in codes}
+    scale = torch.float8_e8m0fnu if form == "MXFP4" else torch.float8_e4m3fn
+    dtypes = {name: MXFP4 if name.startswith("w_") else scale for name in codes}
     full = [
         {
             name: torch.randint(122, 126, (E, *shape), generator=draw, dtype=torch.uint8).view(
@@ -484,6 +487,9 @@ def test_experts_in_mxfp4_move(make, rank):
         }
         for _ in range(L)
     ]
+    if form == "NVFP4":
+        for given in full:
+            given["tensor_scales"] = torch.rand(E, 3, generator=draw) / 1e4
     layers = [
         MoELayer.from_full(ep, randn(E, D, seed=layer), **given) for layer, given in enumerate(full)
     ]

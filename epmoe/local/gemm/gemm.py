@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from epmoe.local.quantize import dequantize_rows, quantize_fp8
-from epmoe.local.weight_formats import FORMATS, dequantize_weights, plain_shape, product_dtype
+from epmoe.local.weight_formats import PACKED, dequantize_weights, plain_shape, product_dtype
 from epmoe.native import ops
 from epmoe.native.arguments import FP8, MXFP4, dtype_name
 
@@ -164,9 +164,9 @@ class Weights(NamedTuple):
     """The weights of experts, as `GroupedExperts` has them, and the other settings of a call."""
 
     gate_up: Tensor
-    """[e, 2F, D]; [e, 2F, D/2] in MXFP4"""
+    """[e, 2F, D]; [e, 2F, D/2] in MXFP4 and NVFP4"""
     down: Tensor
-    """[e, D, F]; [e, D, F/2] in MXFP4"""
+    """[e, D, F]; [e, D, F/2] in MXFP4 and NVFP4"""
     gate_up_scales: Tensor | None
     """scales of the shape `WeightFormat.scales_shape`, or None if the dtype has no scales"""
     down_scales: Tensor | None
@@ -177,6 +177,10 @@ class Weights(NamedTuple):
     gating: Gating
     added: Added | None = None
     """what adapters add in this call, which then takes a GEMM with `Gemm.takes_adapters`"""
+    tensor_scales: Tensor | None = None
+    """fp32 [e, 3]: the scales of the whole matrices of gate, up and down; None: there are none.
+    Products of weights lack them. `Gemm.experts` applies all three around the activation.
+    """
 
     @property
     def dtype(self) -> torch.dtype:
@@ -384,18 +388,26 @@ class Gemm(ABC):
                 rows, scales = quantize_fp8(rows, num_tokens=ends[-1])
             scales = ops.scales_by_block(scales, segments.offsets, segments.tokens).t()[:n]
 
-        # Compute gate and up, the activation, then down. Adapters add to both products.
+        # Compute gate and up, the activation, then down. Adapters add to both products, which must
+        # then have their tensor scales. Otherwise the activation applies all tensor scales.
         gate_up = self.product(
             (rows, scales), (weights.gate_up, weights.gate_up_scales), ends, alignment
         )
+        tensor_scales = weights.tensor_scales
         if added is not None:
+            if tensor_scales is not None:
+                interleaved = weights.gating.interleaved
+                gate_up = _scaled_halves(gate_up, tensor_scales[:, :2], ends, interleaved)
             gate_up = added.to(gate_up, unquantized, added.gate_up, ends)
+            weights = weights._replace(tensor_scales=None)
         activated = _activation(gate_up, weights, segments, in_fp8)
         out = self.product(activated, (weights.down, weights.down_scales), ends, alignment)
         if added is not None:
+            if tensor_scales is not None:
+                out = (out * of_rows(tensor_scales[:, 2:], ends, n)).to(out.dtype)
             out = added.to(out, activated, added.down, ends)
         if weights.down_bias is not None:
-            out = out + bias_of_rows(weights.down_bias, ends, n)
+            out = out + of_rows(weights.down_bias, ends, n)
         return out
 
 
@@ -428,8 +440,8 @@ def problem_on_hopper(
     step = steps[down.dtype]
     if any(size % step for size in sizes):
         kind = dtype_name(down.dtype)
-        if down.dtype in FORMATS:
-            kind = FORMATS[down.dtype].name
+        if PACKED.get(down.dtype, 1) > 1:
+            kind = "4-bit"
         return ValueError(f"{name} takes {kind} weights of multiples of {step}, got {sizes}")
     return None
 
@@ -458,23 +470,36 @@ def plain_weights(weights: Scaled) -> Tensor:
     return plain
 
 
-def bias_of_rows(bias: Tensor, ends: Tensor, num_rows: int) -> Tensor:
-    """The bias of each row's expert, [N, n], from the biases of experts [e, n].
+def of_rows(values: Tensor, ends: Tensor, num_rows: int) -> Tensor:
+    """The values of each row's expert, [N, n], from those of experts [e, n], such as biases.
 
     `ends` is int32 [e], the row behind each segment, and `num_rows` is N. A row behind the last
-    segment has no expert; it gets the bias of the first expert, and nobody reads it.
+    segment has no expert; it gets the values of the first expert, and nobody reads it.
     """
     row_indices = torch.arange(num_rows, dtype=torch.int32, device=ends.device)
     experts = torch.searchsorted(ends, row_indices, right=True, out_int32=True)
     # Behind the last segment the search returns e, which is not a valid index.
     experts.masked_fill_(row_indices >= ends[-1], 0)
-    return bias.index_select(0, experts)
+    return values.index_select(0, experts)
+
+
+def _scaled_halves(gate_up: Tensor, scales: Tensor, ends: Tensor, interleaved: bool) -> Tensor:
+    """Multiply products [N, 2F] by the tensor scales of gate and up, fp32 [e, 2]."""
+    N, columns = gate_up.shape
+    scales_N2 = of_rows(scales, ends, N)
+    if interleaved:
+        halves = gate_up.view(N, columns // 2, 2) * scales_N2[:, None, :]
+    else:
+        halves = gate_up.view(N, 2, columns // 2) * scales_N2[:, :, None]
+    return halves.to(gate_up.dtype).view(N, columns)
 
 
 def _activation(gate_up: Tensor, weights: Weights, segments: Segments, quantize: bool) -> Scaled:
     """Run the gated activation, [N, 2F] → [N, F]. With `quantize` the result is fp8 with scales.
 
-    The kernel computes only rows of segments, since N may be much larger.
+    Tensor scales of gate and up multiply the products before the bias is added, and those of down
+    multiply the activations, in fp32: then the product by down has them. The kernel computes only
+    rows of segments, since N may be much larger.
     """
     bias = weights.gate_up_bias
     gating = weights.gating
@@ -482,7 +507,13 @@ def _activation(gate_up: Tensor, weights: Weights, segments: Segments, quantize:
         if bias is not None:
             bias = bias.contiguous()
         activated, scales = ops.gated_activation(
-            gate_up, segments.offsets, segments.tokens, bias, *gating, quantize
+            gate_up,
+            segments.offsets,
+            segments.tokens,
+            bias,
+            *gating,
+            quantize,
+            weights.tensor_scales,
         )
         if not quantize:
             return activated, None
@@ -490,7 +521,7 @@ def _activation(gate_up: Tensor, weights: Weights, segments: Segments, quantize:
 
     # The kernel does not take fp64. If there is no limit, the limit is infinite and has no effect.
     if bias is not None:
-        gate_up = gate_up + bias_of_rows(bias, segments.offsets[1:], len(gate_up))
+        gate_up = gate_up + of_rows(bias, segments.offsets[1:], len(gate_up))
     if gating.interleaved:
         gate = gate_up[:, ::2]
         up = gate_up[:, 1::2]

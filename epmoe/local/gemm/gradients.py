@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epmoe.local.gemm.gemm import bias_of_rows
+from epmoe.local.gemm.gemm import of_rows
 from epmoe.local.gemm.table import GEMMS
 from epmoe.native.named import named
 
@@ -110,7 +110,7 @@ def train_bias(bias: Tensor, offsets: Tensor, num_rows: int, gemm: str) -> Tenso
     """
     if not len(bias):
         return bias.new_empty(num_rows, bias.shape[1])
-    return bias_of_rows(bias, offsets[1:], num_rows)
+    return of_rows(bias, offsets[1:], num_rows)
 
 
 @train_bias.register_fake

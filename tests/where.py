@@ -143,6 +143,14 @@ TABLE: dict[str, tuple[Cell, ...]] = {
         OWN_GEMMS,
         OWN_GEMMS,
     ),
+    "NVFP4 weights, as they are": (
+        yes("test_nvfp4.py::test_a_layer"),
+        yes("stacks/test_vllm_plugin.py::test_loaded_weights_in_nvfp4_are_taken_as_they_are"),
+        missing("epmoe's experts take SGLang's weights in bf16 and fp8."),
+        foreign("transformers keeps NVFP4 in modules of compressed-tensors and modelopt."),
+        OWN_GEMMS,
+        OWN_GEMMS,
+    ),
     "biases and clamped SwiGLU (gpt-oss)": (
         yes("test_gpt_oss.py::test_a_layer_is_the_block_of_transformers"),
         yes("stacks/test_vllm_engine.py::test_gpt_oss_with_biases_and_a_limit"),

@@ -29,7 +29,7 @@ from epmoe.integrations.vllm import layer as layers
 from epmoe.integrations.vllm import sizes, sleep
 from epmoe.integrations.vllm import weights as versions
 from epmoe.integrations.vllm.choice import Choice
-from epmoe.integrations.vllm.experts import EpmoeExperts, loaded
+from epmoe.integrations.vllm.experts import EpmoeExperts, loaded, refuse_loading_again
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
 from epmoe.native.arguments import FP8, MXFP4
 
@@ -314,6 +314,55 @@ FP8_LAYER = (FP8, "weight_scale_inv", torch.float32)
 MXFP4_LAYER = (torch.uint8, "weight_scale", torch.uint8)
 
 
+NVFP4_LAYER = (torch.uint8, "weight_scale", FP8)
+
+
+def nvfp4_layer(names: tuple[str, str], **more: Any) -> Any:
+    """Of vLLM's methods for modelopt and compressed-tensors, by their names of two tensors."""
+    layer = layer_of(*NVFP4_LAYER, 1, 16)
+    weight, tensor_scale = names
+    made = torch.nn.Module()
+    made.moe_config = layer.moe_config
+    for part, shape in (("w13", (2, 2)), ("w2", (2,))):
+        scale = torch.arange(1.0, 1 + 2 * len(shape)).view(shape)
+        tensors = {
+            weight: getattr(layer, f"{part}_weight"),
+            "weight_scale": getattr(layer, f"{part}_weight_scale"),
+            tensor_scale: scale,
+            "input_scale": torch.ones(2),
+        }
+        for name, tensor in tensors.items():
+            parameter = torch.nn.Parameter(tensor, requires_grad=False)
+            made.register_parameter(f"{part}_{name}", parameter)
+    return made
+
+
+MODELOPT = ("weight", "weight_scale_2")
+COMPRESSED = ("weight_packed", "weight_global_scale")
+
+
+@pytest.mark.parametrize("names", [MODELOPT, COMPRESSED])
+def test_loaded_weights_in_nvfp4_are_taken_as_they_are(names: tuple[str, str]) -> None:
+    layer = nvfp4_layer(names)
+    codes = getattr(layer, f"w2_{names[0]}").data_ptr()
+    ours = loaded(layer, quantized=True)
+    assert ours.weight_format is not None and ours.weight_format.name == "NVFP4"
+    # vLLM hands weights to a kernel by these names.
+    assert ours.w_down.data_ptr() == codes == layer.w2_weight.data_ptr()
+    scales = torch.tensor([[1.0, 2, 1], [3, 4, 2]])
+    want = scales.reciprocal() if names is COMPRESSED else scales
+    assert ours.tensor_scales is not None and torch.equal(ours.tensor_scales, want)
+    if names is COMPRESSED:
+        with pytest.raises(ConfigError, match="cannot load weights in NVFP4 of compressed-tensors"):
+            refuse_loading_again(layer)
+        return
+    # What vLLM loads again is what experts have.
+    refuse_loading_again(layer)
+    layer.w13_weight_scale_2.data[1, 0] = 7
+    layer.w2_weight_scale_2.data[0] = 8
+    assert torch.equal(ours.tensor_scales, torch.tensor([[1.0, 2, 8], [7, 4, 2]]))
+
+
 def test_loaded_weights_are_taken_as_they_are() -> None:
     for layer, dtype in (
         (layer_of(*FP8_LAYER, 128, 128), FP8),
@@ -334,7 +383,7 @@ def test_loaded_weights_are_taken_as_they_are() -> None:
         (layer_of(*FP8_LAYER, 64, 64), "these experts: `gate_up_scales` must be"),
         (layer_of(*MXFP4_LAYER, 1, 16), "these experts: `gate_up_scales` must be"),
         (
-            layer_of(torch.uint8, "weight_scale", FP8, 1, 16),
+            layer_of(*NVFP4_LAYER, 1, 16),
             "torch.uint8 weights with scales in torch.float8_e4m3fn",
         ),
         (

@@ -22,7 +22,7 @@ from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 from epmoe.config.config_file import ConfigError
 from epmoe.integrations.vllm import release
 from epmoe.integrations.vllm.choice import Choice, chosen
-from epmoe.integrations.vllm.experts import EpmoeExperts, loaded
+from epmoe.integrations.vllm.experts import EpmoeExperts, loaded, refuse_loading_again
 from epmoe.integrations.vllm.prepare_finalize import EpmoePrepareAndFinalize
 from epmoe.integrations.vllm.sizes import Shape, logger, shared
 from epmoe.live.layout import EMPTY
@@ -141,9 +141,11 @@ def _with_epmoe(base: type[FusedMoEMethodBase]) -> type[FusedMoEMethodBase]:
                 super().process_weights_after_loading(layer)
                 _put_around(self, layer)
             elif not _is_ours(self.moe_kernel):
+                _replace_experts(self, layer)
+            else:
                 # Weights that are loaded again need nothing: vLLM copies them into the memory of
                 # these experts.
-                _replace_experts(self, layer)
+                refuse_loading_again(layer)
 
         def apply(
             self,

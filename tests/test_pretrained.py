@@ -6,6 +6,7 @@ import copy
 import errno
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,9 @@ pytest.importorskip("transformers")
 from helpers import tiny_model
 from launched import ROOT
 from mxfp4_models import quantize
+from safetensors.torch import load_file, save_file
 from test_checkpoint_folders import died, fork_and_die
+from test_nvfp4 import decoded
 from transformers import AutoModelForCausalLM
 
 import epmoe
@@ -194,6 +197,65 @@ def test_mxfp4_trains_and_is_saved_without_scales(dtype, tmp_path):
     config = json.loads((tmp_path / "end" / "config.json").read_text())
     assert "quantization_config" not in config and config["dtype"] == name
     assert_same_bits(AutoModelForCausalLM.from_pretrained(tmp_path / "end"), train(model))
+
+
+def in_nvfp4(path: Path) -> dict[str, Tensor]:
+    """Turn the experts of a folder into NVFP4 of modelopt. Returns their values, by their names."""
+    tensors = load_file(path / "model.safetensors")
+    draw = torch.Generator().manual_seed(0)
+    values = {}
+    for name in [name for name in tensors if re.search(r"experts\.\d", name)]:
+        n, k = tensors.pop(name).shape
+        codes = torch.randint(256, (n, k // 2), generator=draw, dtype=torch.uint8)
+        scales = torch.randint(80, 96, (n, k // 16), generator=draw, dtype=torch.uint8)
+        scale = torch.rand((), generator=draw) / 100
+        values[name] = decoded(codes, scales, scale.item()).float()
+        tensors |= {
+            name: codes,
+            f"{name}_scale": scales.view(torch.float8_e4m3fn),
+            f"{name}_scale_2": scale,
+            f"{name.removesuffix('weight')}input_scale": torch.tensor(0.5),
+        }
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "hf_quant_config.json").write_text("{}")
+    return values
+
+
+def test_nvfp4_trains_and_is_saved_without_scales(tmp_path):
+    start = tmp_path / "start"
+    model = tiny("qwen3_moe", start)
+    values = in_nvfp4(start)
+    model.load_state_dict(values, strict=False)
+    folder = epmoe.SafetensorsFolder(start)
+    with epmoe.ExpertParallel(config_of(start), device="cpu") as ep:
+        trained = train(spread(model, ep, folder, dtype=torch.float32))
+        epmoe.checkpoint.save_pretrained(trained, tmp_path / "end", start)
+    assert not (tmp_path / "end" / "hf_quant_config.json").exists()
+    end = epmoe.SafetensorsFolder(tmp_path / "end")
+    assert not [name for name in end if "scale" in name]
+    for name, value in values.items():
+        assert torch.equal(end[name], value * 1.37)
+
+
+def test_a_folder_with_all_experts_in_one_nvfp4_tensor_is_no_pattern(tmp_path):
+    """Whether its copy would be transposed depends on the model."""
+    start = tmp_path / "start"
+    model = tiny("gpt_oss", start)
+    tensors = load_file(start / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
+        E, k, n = tensors[name].shape
+        tensors |= {
+            name: torch.zeros(E, n, k // 2, dtype=torch.uint8),
+            f"{name}_weight_scale": torch.ones(E, n, k // 16).to(torch.float8_e4m3fn),
+            f"{name}_weight_scale_2": torch.ones(E),
+        }
+    save_file(tensors, start / "model.safetensors", metadata={"format": "pt"})
+    folder = epmoe.SafetensorsFolder(start)
+    with epmoe.ExpertParallel(config_of(start), device="cpu") as ep:
+        trained = spread(model, ep, folder, dtype=torch.float32)
+        with pytest.raises(ValueError, match="in NVFP4 as one tensor"):
+            epmoe.checkpoint.save_pretrained(trained, tmp_path / "end", start)
+    assert not (tmp_path / "end").exists()
 
 
 def test_every_part_of_a_model_loses_its_quantization():

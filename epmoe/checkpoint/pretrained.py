@@ -32,12 +32,15 @@ from epmoe.group.peers import run_uninterrupted
 from epmoe.live.sleeping import refuse_without_memory
 from epmoe.local.experts import GroupedExperts
 from epmoe.local.spread import local_view
+from epmoe.local.weight_formats import NVFP4_GROUPS
 from epmoe.native.arguments import dtype_name
 from epmoe.service import ExpertParallel
 from epmoe.training.models import expert_parallels
 
 # Keys of `config.json` that describe a quantization.
 _QUANTIZATION = ("quantization_config", "compression_config")
+# A file beside `config.json` in which modelopt describes a quantization.
+_QUANTIZATION_FILE = "hf_quant_config.json"
 
 
 class _Owner(NamedTuple):
@@ -78,7 +81,7 @@ def save_pretrained(
 
     The tensors get the names that they have in `like`, the checkpoint from which the layers were
     loaded, and they have the dtypes of the model. Scales are not saved: if the experts of `like`
-    are fp8 or MXFP4, they are saved in the dtype in which the model has them. Other files of
+    are fp8, MXFP4 or NVFP4, they are saved in the dtype in which the model has them. Other files of
     `like`, such as those of the tokenizer, are copied. `config.json` gets the dtype of the experts,
     and its quantization is removed.
 
@@ -100,11 +103,11 @@ def save_pretrained(
         max_shard_bytes: the largest size of a file that has several tensors, in bytes.
 
     Raises:
-        TypeError: the experts of a layer are not `GroupedExperts`, or they are MXFP4; or a tensor
-            is fp8.
+        TypeError: the experts of a layer are not `GroupedExperts`, or they are MXFP4 or NVFP4; or a
+            tensor is fp8.
         ValueError: `folder` exists and is not empty; or `like` lacks a tensor of the model or has
-            it in another shape; or the model lacks a tensor of a MoE block of `like`; or ranks have
-            different models.
+            it in another shape; or the model lacks a tensor of a MoE block of `like`; or `like` has
+            one NVFP4 tensor for all experts; or ranks have different models.
         EPError: EPStateError or EPTimeoutError, as in `save`.
     """
     if isinstance(module, DistributedDataParallel):
@@ -225,6 +228,13 @@ def _stored(prefix: str, layer: Any, source: SafetensorsFolder) -> Stored:
     gate_bias: GateBias = "choice" if has_only_choice_bias else "logits"
     # The layer may be the block itself, or a child of the module that has the block's name.
     stored = source.stored(prefix, prefix.rpartition(".")[0], gate_bias=gate_bias)
+    # transformers expects [E, 2F, D] of some models and the transpose of others, and the names of
+    # such tensors do not tell them apart.
+    if stored.native == NVFP4_GROUPS and stored.fused:
+        raise ValueError(
+            f"{source.path}: must have tensors of each expert to be saved like, got the experts of "
+            f"`{prefix}` in NVFP4 as one tensor"
+        )
     # The layer and the block must have the same parameters, D and F.
     parameters = sorted(name for name, _ in layer.experts.named_parameters())
     D, F = layer.experts.w_down.shape[1:]
@@ -391,7 +401,8 @@ def _begin(
     # Copy the files that have no tensors, such as those of the tokenizer.
     for other in source.path.iterdir():
         is_written_here = other.suffix == ".safetensors" or other.name in (INDEX, "config.json")
-        if other.is_file() and not is_written_here:
+        is_left_out = is_written_here or other.name == _QUANTIZATION_FILE
+        if other.is_file() and not is_left_out:
             shutil.copyfile(other, hidden / other.name)
     described = source.path / "config.json"
     if described.is_file():

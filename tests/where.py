@@ -145,7 +145,7 @@ TABLE: dict[str, tuple[Cell, ...]] = {
     ),
     "NVFP4 weights, as they are": (
         yes("test_nvfp4.py::test_a_layer"),
-        yes("stacks/test_vllm_plugin.py::test_loaded_weights_in_nvfp4_are_taken_as_they_are"),
+        yes("stacks/test_vllm_engine.py::test_qwen3_in_nvfp4_as_it_is"),
         missing("epmoe's experts take SGLang's weights in bf16 and fp8."),
         foreign("transformers keeps NVFP4 in modules of compressed-tensors and modelopt."),
         OWN_GEMMS,

@@ -150,6 +150,15 @@ def test_gpt_oss_in_mxfp4_as_it_is(models: Path, tmp_path: Path) -> None:
     assert all(tokens[prompt][:2] == vllms[prompt][:2] for prompt in vllms)
 
 
+@pytest.mark.timeout(2 * TIMEOUT_S)
+def test_qwen3_in_nvfp4_as_it_is(models: Path, tmp_path: Path) -> None:
+    """Layout `layer`: the tokens of the same values in bf16. vLLM has no kernel for it on CPUs."""
+    run(str(HERE / "vllm_models.py"), str(models), "qwen3_nvfp4")
+    tokens = two_ranks_serve(models / "qwen3_nvfp4", tmp_path)
+    assert tokens == two_ranks_serve(models / "qwen3_nvfp4.plain", tmp_path)
+    assert len({tuple(line) for line in tokens.values()}) == 5
+
+
 def one_serves(model: Path, folder: Path) -> dict[str, list[int]]:
     """The tokens of one process without epmoe."""
     run(str(HERE / "vllm_serve.py"), str(model), "one", "eager", str(folder / "one"), EPMOE_VLLM="")

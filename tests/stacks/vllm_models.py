@@ -109,6 +109,7 @@ MODELS = {
     "gpt_oss": gpt_oss,
     "gpt_oss_mxfp4": gpt_oss,
     "qwen3": qwen3,
+    "qwen3_nvfp4": qwen3,
     "qwen3_other": qwen3,
     "deepseek": deepseek,
     "wide": wide,
@@ -134,6 +135,46 @@ def in_mxfp4(path: Path) -> None:
     (Path(plain) / "config.json").write_text(json.dumps(config))
 
 
+def in_nvfp4(path: Path) -> None:
+    """Put random experts in NVFP4 of modelopt into Qwen3-MoE. PATH.plain gets the same model in
+    bf16, which has their values, as scales of matrices are powers of two.
+    """
+    plain = Path(shutil.copytree(path, f"{path}.plain"))
+    tensors = load_file(path / "model.safetensors")
+    values = dict(tensors)
+    draw = torch.Generator().manual_seed(0)
+    exponents = {"gate_proj": -9, "up_proj": -8, "down_proj": -8}
+    for name in [name for name in tensors if ".experts." in name]:
+        n, k = tensors.pop(name).shape
+        codes = torch.randint(256, (n, k // 2), generator=draw, dtype=torch.uint8)
+        scales = torch.randint(80, 90, (n, k // 16), generator=draw, dtype=torch.uint8)
+        scale = torch.tensor(2.0 ** exponents[name.split(".")[-2]])
+        codes_and_scales = codes.view(MXFP4), scales.view(torch.float8_e4m3fn)
+        values[name] = dequantize_weights(*codes_and_scales, torch.bfloat16, scale)
+        tensors |= {
+            name: codes,
+            f"{name}_scale": codes_and_scales[1],
+            f"{name}_scale_2": scale,
+            f"{name.removesuffix('weight')}input_scale": torch.tensor(1.0),
+        }
+    save_file(values, plain / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "ignore": ["lm_head", "*self_attn*", "*mlp.gate"],
+        "config_groups": {
+            "group_0": {
+                "input_activations": {"num_bits": 4, "group_size": 16, "type": "float"},
+                "weights": {"num_bits": 4, "group_size": 16, "type": "float"},
+                "targets": ["Linear"],
+            }
+        },
+    }
+    (path / "config.json").write_text(json.dumps(config))
+
+
 def main(folder: Path, *names: str) -> None:
     for name in names:
         if name == "versions":
@@ -144,10 +185,12 @@ def main(folder: Path, *names: str) -> None:
         for parameter in model.parameters():
             if parameter.dim() > 1:  # wide enough that greedy tokens are not near a tie
                 torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-        dtype = torch.bfloat16 if name.endswith("mxfp4") else torch.float32
+        dtype = torch.bfloat16 if name.endswith("fp4") else torch.float32
         model.to(dtype).save_pretrained(folder / name)
         if name.endswith("mxfp4"):
             in_mxfp4(folder / name)
+        if name.endswith("nvfp4"):
+            in_nvfp4(folder / name)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def arguments(model: str, mode: str, ranks: int) -> dict[str, Any]:
     return {
         "model": model,
         "skip_tokenizer_init": True,
-        "dtype": "bfloat16" if "mxfp4" in model else "float32",  # MXFP4 comes with bf16 only
+        "dtype": "bfloat16" if "fp4" in model else "float32",  # 4 bits come with bf16 only
         "enforce_eager": mode == "eager",
         "max_model_len": 64,
         "max_num_seqs": 4,
@@ -131,9 +131,20 @@ def pretend_mxfp4() -> None:
     CPUExpertsMxfp4._supports_current_device = staticmethod(lambda: True)
 
 
+def pretend_nvfp4() -> None:
+    """The same of NVFP4."""
+    from vllm.model_executor.layers.fused_moe.experts.nvfp4_emulation_moe import (
+        Nvfp4QuantizationEmulationTritonExperts as Experts,
+    )
+
+    Experts.is_supported_config = staticmethod(lambda *_: (True, None))
+
+
 def main(model: str, launch: str, mode: str, output: str) -> None:
     if model.endswith("mxfp4"):
         pretend_mxfp4()
+    if model.endswith("nvfp4"):
+        pretend_nvfp4()
     if launch == "spawn":
         tokens = asyncio.run(served(model, mode))
     elif launch == "torchrun":

@@ -160,19 +160,28 @@ struct GatedActivationArgs {
   int64_t scales_stride;  // between blocks of scales_BN, at least N
   // Of gate, up and down in NVFP4, or null: they multiply gate and up before the bias is added, and
   // the output.
-  const float* tensor_scales_e3;
+  const float* tensor_scales;  // [e, kTensorScales]
 };
+
+// Weights of experts: bf16; fp8 with scales for blocks of kScaleBlock; MXFP4; NVFP4.
+enum class WeightFormat : uint8_t { kBf16, kFp8, kMxfp4, kNvfp4 };
+// Whether a byte has two weights.
+constexpr EPMOE_HD bool is_packed(WeightFormat format) {
+  return format == WeightFormat::kMxfp4 || format == WeightFormat::kNvfp4;
+}
+// Codes of a row that share a scale, in a format that is packed.
+constexpr EPMOE_HD int64_t group_of(WeightFormat format) {
+  return format == WeightFormat::kNvfp4 ? kNvfp4Group : kMxfp4Group;
+}
 
 // The operator dequantize_mxfp4.
 struct DequantizeArgs {
   const void* codes;  // pairs of e2m1 in bytes, contiguous
   const uint8_t* scales;
-  int64_t num_groups;  // of kMxfp4Group codes, each with a scale
+  int64_t num_groups;  // of codes that share a scale
   void* out;           // bf16
+  WeightFormat format;
 };
-
-// Weights of experts: bf16; fp8 with scales for blocks of kScaleBlock; MXFP4.
-enum class WeightFormat : uint8_t { kBf16, kFp8, kMxfp4 };
 
 // The operator few_rows: the experts stage. Rows are fp8 with scales for kScaleBlock where weights
 // are fp8, else bf16.
@@ -200,8 +209,9 @@ struct FewRowsArgs {
   // The operator fused_experts: workspace, at least fused_counters() of them.
   int32_t* counters;
   int64_t num_counters;
-  void* out_ND;       // out: bf16
-  void* gate_up_N2F;  // fused_experts in bf16: out, products of gate and up, or null
+  void* out_ND;                // out: bf16
+  void* gate_up_N2F;           // fused_experts in bf16: out, products of gate and up, or null
+  const float* tensor_scales;  // few_rows in NVFP4: [e, kTensorScales], else null
 };
 
 // The operator fused_experts: the same stage in fp8 or bf16, in one kernel. Rows of an expert in a
@@ -222,13 +232,15 @@ struct GroupedGemmArgs {
   const void* rows_Nk;      // contiguous, like all matrices
   const void* weights_enk;  // by rows: [e, n, k], or transposed, [e, k, n]; or null: for weights
   bool transposed;
+  WeightFormat format;  // of weight_scales
   const void* grad_Nn;  // for weights
   const int32_t* ends;  // [e], the row behind each segment, gaps included; the first starts at 0
   int32_t e;
   int64_t N, n, k;
   void* out;  // out: by rows [N, n], for weights [e, n, k]
-  const uint8_t*
-      weight_scales;  // of the operator hopper_gemm_mxfp4, [e, n, k / 32] of weights [e, n, k / 2]
+  // Of the operator hopper_gemm_mxfp4, [e, n, k / 32] of weights [e, n, k / 2]; in NVFP4 [e, n, k /
+  // 16].
+  const uint8_t* weight_scales;
 };
 
 // The operator invariant_linear: x [T, k] · weight [n, k]ᵀ, on GPUs, in one order of sums for any

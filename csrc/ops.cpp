@@ -200,7 +200,7 @@ std::tuple<Tensor, Tensor> gated_activation(const Tensor& gate_up, const Tensor&
       .out_NF = out.data_ptr(),
       .scales_BN = quantize ? static_cast<float*>(scales.data_ptr()) : nullptr,
       .scales_stride = columns,
-      .tensor_scales_e3 = pointer<float>(tensor_scales, 3 * e, "tensor_scales"),
+      .tensor_scales = pointer<float>(tensor_scales, kTensorScales * e, "tensor_scales"),
   };
   launch(gate_up, args, cpu::gated_activation, &cuda::Api::gated_activation);
   return {out, scales};
@@ -234,8 +234,14 @@ Tensor dequantize_mxfp4(const Tensor& codes, const Tensor& scales) {
   int64_t n = codes.size(1);
   int64_t k = 2 * codes.size(2);
   Tensor out = empty_like_device(codes, {e, n, k}, ScalarType::BFloat16);
-  DequantizeArgs args{codes.data_ptr(), mxfp4_scales(codes, scales), e * n * k / kMxfp4Group,
-                      out.data_ptr()};
+  const WeightFormat format = packed_format(scales);
+  DequantizeArgs args{
+      .codes = codes.data_ptr(),
+      .scales = mxfp4_scales(codes, scales),
+      .num_groups = e * n * k / group_of(format),
+      .out = out.data_ptr(),
+      .format = format,
+  };
   launch(codes, args, &cuda::Api::dequantize_mxfp4);
   return out;
 }
@@ -245,17 +251,17 @@ Tensor dequantize_mxfp4(const Tensor& codes, const Tensor& scales) {
 const void* few_rows_scales(const Tensor& weights, const MaybeTensor& scales, int64_t e, int64_t n,
                             int64_t k, WeightFormat format) {
   constexpr ScalarType kTypes[] = {ScalarType::BFloat16, ScalarType::Float8_e4m3fn,
-                                   ScalarType::Float4_e2m1fn_x2};
-  const bool packed = format == WeightFormat::kMxfp4;
+                                   ScalarType::Float4_e2m1fn_x2, ScalarType::Float4_e2m1fn_x2};
+  const bool packed = is_packed(format);
   STD_TORCH_CHECK(is_whole(weights, kTypes[static_cast<int>(format)], {e, n, packed ? k / 2 : k}) &&
                       is_aligned(weights),
                   "weights must be contiguous [e, n, k], aligned to 16 bytes, in one dtype");
   STD_TORCH_CHECK(scales.has_value() == (format != WeightFormat::kBf16),
                   "weights must have scales, but bfloat16 none");
   if (!packed) return pointer<float>(scales, e * (n / kScaleBlock) * (k / kScaleBlock), "scales");
-  STD_TORCH_CHECK(scales->element_size() == 1 &&
-                      is_whole(*scales, scales->scalar_type(), {e, n, k / kMxfp4Group}),
-                  "scales of MXFP4 must be contiguous [e, n, k / 32]");
+  STD_TORCH_CHECK(scales->element_size() == 1 && packed_format(*scales) == format &&
+                      is_whole(*scales, scales->scalar_type(), {e, n, k / group_of(format)}),
+                  "scales must be contiguous [e, n, k / 32] of MXFP4, or [e, n, k / 16] of NVFP4");
   return scales->data_ptr();
 }
 
@@ -283,7 +289,7 @@ ExpertsCall experts_call(const Tensor& rows, const MaybeTensor& row_scales, cons
   const bool packed = down.scalar_type() == ScalarType::Float4_e2m1fn_x2;
   const bool fp8 = !packed && dtype_of(down) == DType::kFloat8E4M3;
   WeightFormat format = WeightFormat::kBf16;
-  if (packed) format = WeightFormat::kMxfp4;
+  if (packed) format = down_scales ? packed_format(*down_scales) : WeightFormat::kMxfp4;
   if (fp8) format = WeightFormat::kFp8;
   int64_t N = rows.size(0);
   int64_t D = rows.size(1);
@@ -291,13 +297,13 @@ ExpertsCall experts_call(const Tensor& rows, const MaybeTensor& row_scales, cons
   int64_t e = segments.num_local_experts;
   int64_t step = kScaleBlock / 2;
   if (fp8) step = kScaleBlock;
-  if (packed) step = kMxfp4Group;
+  if (packed) step = kMxfp4Group;  // 16 bytes, also of NVFP4
   STD_TORCH_CHECK(rows.is_contiguous() && is_aligned(rows) &&
                       dtype_of(rows) == (fp8 ? DType::kFloat8E4M3 : DType::kBFloat16),
                   "rows must be contiguous, aligned to 16 bytes, in float8_e4m3fn with such "
                   "weights, else bfloat16");
   STD_TORCH_CHECK(D % step == 0 && F % step == 0,
-                  "D and F must be multiples of 128 in fp8, 32 in MXFP4, else 64");
+                  "D and F must be multiples of 128 in fp8, 32 in MXFP4 and NVFP4, else 64");
   STD_TORCH_CHECK(fp8 == row_scales.has_value(), "rows in fp8, and no others, come with scales");
   STD_TORCH_CHECK(N <= INT32_MAX, "there are too many rows");
   if (fp8) {
@@ -338,6 +344,7 @@ ExpertsCall experts_call(const Tensor& rows, const MaybeTensor& row_scales, cons
       .num_counters = 0,
       .out_ND = out.data_ptr(),
       .gate_up_N2F = nullptr,
+      .tensor_scales = nullptr,
   };
   return {args, h, h_scales, out};
 }
@@ -346,14 +353,18 @@ Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor&
                 const MaybeTensor& gate_up_scales, const MaybeTensor& gate_up_bias,
                 const Tensor& down, const MaybeTensor& down_scales, const MaybeTensor& down_bias,
                 const Tensor& expert_offsets, const MaybeTensor& tokens_per_expert,
-                bool interleaved, double limit, double alpha, double up_offset,
-                int64_t token_tiles) {
+                bool interleaved, double limit, double alpha, double up_offset, int64_t token_tiles,
+                const MaybeTensor& tensor_scales) {
   ExpertsCall call = experts_call(rows, row_scales, gate_up, gate_up_scales, gate_up_bias, down,
                                   down_scales, down_bias, expert_offsets, tokens_per_expert,
                                   interleaved, limit, alpha, up_offset, token_tiles > 1);
-  const bool packed = call.args.format == WeightFormat::kMxfp4;
+  const bool packed = is_packed(call.args.format);
   STD_TORCH_CHECK(token_tiles == 1 || token_tiles == 4 || token_tiles == (packed ? 2 : 8),
-                  "token_tiles must be 1 or 4, or 2 with MXFP4, else 8");
+                  "token_tiles must be 1 or 4, or 2 with MXFP4 and NVFP4, else 8");
+  STD_TORCH_CHECK((call.args.format == WeightFormat::kNvfp4) == tensor_scales.has_value(),
+                  "weights in NVFP4, and no others, have tensor scales");
+  call.args.tensor_scales = pointer<float>(
+      tensor_scales, kTensorScales * call.args.segments.num_local_experts, "tensor_scales");
   call.args.token_tiles = static_cast<uint8_t>(token_tiles);
   launch(rows, call.args, &cuda::Api::few_rows);
   return call.out;
@@ -362,7 +373,7 @@ Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor&
 // Launches the experts in one kernel.
 void launch_fused(const Tensor& rows, FewRowsArgs& args) {
   const int64_t e = args.segments.num_local_experts;
-  STD_TORCH_CHECK(args.format != WeightFormat::kMxfp4, "weights must be float8_e4m3fn or bfloat16");
+  STD_TORCH_CHECK(!is_packed(args.format), "weights must be float8_e4m3fn or bfloat16");
   const bool fp8 = args.format == WeightFormat::kFp8;
   STD_TORCH_CHECK(e <= (fp8 ? kFusedExperts : kFusedExpertsBf16), "there are too many experts");
   args.num_counters = fused_counters(args.N, e);

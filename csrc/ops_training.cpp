@@ -220,7 +220,7 @@ Tensor hopper_gemm_mxfp4(const Tensor& rows, const Tensor& codes, const Tensor& 
                          const Tensor& ends) {
   GroupedGemmArgs args = grouped_gemm_args(rows, ends);
   args.weights_enk = codes.data_ptr(), args.n = codes.size(1),
-  args.weight_scales = mxfp4_scales(codes, scales);
+  args.weight_scales = mxfp4_scales(codes, scales), args.format = packed_format(scales);
   STD_TORCH_CHECK(codes.size(0) == args.e && 2 * codes.size(2) == args.k && args.n % 32 == 0 &&
                       args.k % 64 == 0 && is_aligned(scales),
                   "weights must be [e, multiple of 32, k], k a multiple of 64, and their scales "

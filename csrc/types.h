@@ -21,8 +21,11 @@ constexpr EPMOE_HD int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) /
 
 // Elements that share one fp8 scale.
 constexpr int64_t kScaleBlock = 128;
-// Codes of a row that share a scale in MXFP4.
+// Codes of a row that share a scale in MXFP4, and in NVFP4.
 constexpr int64_t kMxfp4Group = 32;
+constexpr int64_t kNvfp4Group = 16;
+// Scales in NVFP4 of the matrices of an expert: of gate, up and down.
+constexpr int64_t kTensorScales = 3;
 constexpr float kFloat8Max = 448.0f;
 
 // The scale of a block whose largest finite magnitude is `largest`: largest / 448, and 1 if all

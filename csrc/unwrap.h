@@ -89,18 +89,25 @@ T* pointer(const MaybeTensor& t, int64_t numel, const char* name) {
   return t ? pointer<T>(*t, numel, name) : nullptr;
 }
 
-// The scales of weights [e, n, k] in MXFP4: bytes [e, n, k / 2] of codes, read 16 at a time, and
-// [e, n, k / 32].
+// The format of weights in e2m1, by their scales.
+inline WeightFormat packed_format(const Tensor& scales) {
+  return scales.scalar_type() == ScalarType::Float8_e4m3fn ? WeightFormat::kNvfp4
+                                                           : WeightFormat::kMxfp4;
+}
+
+// The scales of weights [e, n, k] in MXFP4 or NVFP4: bytes [e, n, k / 2] of codes, read 16 at a
+// time, and [e, n, k / 32] or [e, n, k / 16].
 inline const uint8_t* mxfp4_scales(const Tensor& codes, const Tensor& scales) {
+  const int64_t group = group_of(packed_format(scales));
   int64_t e = codes.size(0);
   int64_t n = codes.size(1);
   int64_t k = 2 * codes.size(2);
-  STD_TORCH_CHECK(is_whole(codes, codes.scalar_type(), {e, n, k / 2}) && is_aligned(codes) &&
-                      is_whole(scales, scales.scalar_type(), {e, n, k / kMxfp4Group}) &&
-                      k % kMxfp4Group == 0 && codes.element_size() == 1 &&
-                      scales.element_size() == 1,
-                  "weights in MXFP4 must be contiguous bytes [e, n, k / 2], aligned to 16, with "
-                  "scales [e, n, k / 32]");
+  STD_TORCH_CHECK(
+      is_whole(codes, codes.scalar_type(), {e, n, k / 2}) && is_aligned(codes) &&
+          is_whole(scales, scales.scalar_type(), {e, n, k / group}) && k % group == 0 &&
+          codes.element_size() == 1 && scales.element_size() == 1,
+      "weights in MXFP4 or NVFP4 must be contiguous bytes [e, n, k / 2], aligned to 16, "
+      "with scales [e, n, k / 32] or [e, n, k / 16]");
   return static_cast<const uint8_t*>(scales.data_ptr());
 }
 

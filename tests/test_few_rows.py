@@ -523,7 +523,7 @@ def test_the_kernels_get_contiguous_scales_and_biases(monkeypatch):
     # The kernel gets none of them.
     assert (
         all(given.is_contiguous() for given in seen if isinstance(given, Tensor))
-        and len(seen) == 15
+        and len(seen) == 16
     )
 
 

@@ -10,15 +10,17 @@ import math
 import pytest
 import torch
 from expert_inputs import BF16, GPT_OSS, MXFP4
-from helpers import alone, generator, poison_, poisoned_memory, randn
+from helpers import ON_GPUS, alone, captured, generator, poison_, poisoned_memory, randn
 from test_few_rows import segments
 from test_mxfp4_by_fp8 import MAGNITUDES, as_fp8, errors
 from torch import Tensor
 
 import epmoe
-from epmoe.local.gemm.gemm import Added, Factors
+from epmoe.local.gemm.gemm import Added, Factors, plain_weights
+from epmoe.local.gemm.hopper import Hopper
 from epmoe.local.gemm.table import GEMMS
 from epmoe.local.weight_formats import dequantize_weights
+from epmoe.native import ops
 
 pytestmark = pytest.mark.usefixtures("serving")
 
@@ -30,12 +32,6 @@ GROUP = 16
 SIZES = [(256, 128), (160, 96), (192, 320), (48, 80)]
 # Error of a row, over its norm: h is bf16.
 LIMIT = 0.02
-
-
-@pytest.fixture
-def device() -> torch.device:
-    """No kernel for GPUs takes NVFP4."""
-    return torch.device("cpu")
 
 
 def e4m3(byte: int) -> float:
@@ -202,6 +198,18 @@ def test_every_code_and_every_scale(dtype, tensor_scale):
         assert torch.equal(got[real].double(), want[real])
 
 
+@ON_GPUS
+def test_every_code_and_every_scale_on_gpus(device):
+    """Bitwise those of the CPU."""
+    codes, scales = every_code_and_scale()
+    given = codes.view(MXFP4)[None], scales.view(E4M3)[None]
+    want = dequantize_weights(*given, BF16)
+    got = ops.dequantize_mxfp4(*(each.to(device) for each in given)).cpu()
+    real = ~want.isnan()
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.view(torch.int16)[real], want.view(torch.int16)[real])
+
+
 # Rows of an expert for each of the kernels, and unknown.
 ROWS_PER_EXPERT = [None, 1.0, 8.0, 24.0]
 
@@ -244,6 +252,63 @@ def test_a_row_depends_on_no_other_row(device, rows_per_expert, batch_invariant)
     assert torch.equal(again[~of_expert & ~is_bad], got[~of_expert & ~is_bad])
 
 
+@ON_GPUS
+@pytest.mark.parametrize("counts", [[64], [3, 0, 13], [1, 0, 17, 33, 64, 285, 0], [0, 0, 700]])
+@pytest.mark.parametrize("sizes", [(128, 64), (64, 128), (1088, 320)])
+def test_many_rows_have_the_bits_of_bf16(device, sizes, counts):
+    """The product of our GEMM without the tensor scale, with drawn bytes as scales."""
+    if Hopper().problem_with(
+        torch.empty(1, 128, 64, dtype=BF16, device=device),
+        torch.empty(1, 64, 64, dtype=BF16, device=device),
+    ):
+        pytest.skip("no Hopper")
+    k, n = sizes
+    e = len(counts)
+    codes = torch.randint(256, (e, n, k // 2), generator=generator(1), dtype=torch.uint8)
+    scales = torch.randint(127, (e, n, k // GROUP), generator=generator(2), dtype=torch.uint8)
+    weights = codes.view(MXFP4).to(device), scales.view(E4M3).to(device)
+    ends = torch.tensor(counts).cumsum(0).int().to(device)
+    rows = randn(sum(counts) + 9, k, seed=3, dtype=BF16).to(device)
+    rows[sum(counts) :] = torch.nan
+    with poisoned_memory():
+        got = Hopper().multiply((rows, None), weights, ends, 1)
+        want = Hopper().multiply((rows, None), (plain_weights(weights), None), ends, 1)
+    assert torch.equal(got[: sum(counts)].view(torch.int16), want[: sum(counts)].view(torch.int16))
+    assert not got[: sum(counts)].isnan().any()
+
+
+@ON_GPUS
+def test_the_kernels_take_them(device):
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("no Hopper")
+    assert Drawn((256, 128)).experts(device).gemms[:2] == ("few_rows_mxfp4", "hopper")
+    assert Drawn((48, 80)).experts(device).gemm == "torch"
+    with pytest.raises((ValueError, ImportError), match="DeepGEMM takes weights in|not installed"):
+        Drawn((256, 128)).experts(device, gemm="deep_gemm")
+
+
+@ON_GPUS
+@pytest.mark.parametrize("rows_per_expert", ROWS_PER_EXPERT)
+def test_a_graph_takes_other_segments(device, rows_per_expert):
+    experts = Drawn((256, 128), gpt_oss=True).experts(device)
+    if not experts.is_capturable:
+        pytest.skip("the host waits")
+    rows = Rows(256, device, in_fp8=False)
+    other = Rows(256, device, in_fp8=False, counts=COUNTS[::-1])
+    given = {"tokens_per_expert": rows.tokens, "rows_per_expert": rows_per_expert}
+    replay, out = captured(lambda: experts(rows.rows, rows.offsets, None, **given))
+    want = other.outputs(experts, rows_per_expert)
+    for mine, its in zip(
+        (rows.offsets, rows.tokens, rows.rows),
+        (other.offsets, other.tokens, other.rows),
+        strict=True,
+    ):
+        mine.view(torch.uint8).copy_(its.view(torch.uint8))
+    poison_(out)
+    replay()
+    assert torch.equal(out[other.real], want)
+
+
 def test_casts_and_state_dicts_leave_them_alone(device):
     drawn = Drawn((64, 48), gpt_oss=True)
     rows = Rows(64, device, in_fp8=False)
@@ -258,8 +323,10 @@ def test_casts_and_state_dicts_leave_them_alone(device):
         assert again.tensor_scales.dtype == torch.float32
         assert torch.equal(rows.outputs(again, None), want)
     # A state dict has all of it.
-    empty = {name: torch.zeros_like(t) for name, t in drawn.arguments(device).items()}
-    loaded = epmoe.GroupedExperts(**empty, **GPT_OSS)
+    empty = drawn.arguments(torch.device("cpu"))
+    loaded = epmoe.GroupedExperts(
+        **{name: torch.zeros_like(tensor).to(device) for name, tensor in empty.items()}, **GPT_OSS
+    )
     loaded.load_state_dict(experts.state_dict())
     assert torch.equal(rows.outputs(loaded, None), want)
 

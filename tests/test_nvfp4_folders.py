@@ -92,7 +92,7 @@ KINDS = ["modelopt", "compressed-tensors", "compressed-tensors, rows in bf16", "
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_they_are_dequantized_and_stay_as_they_are(tmp_path, caplog, kind):
+def test_they_are_dequantized_and_stay_as_they_are(tmp_path, caplog, monkeypatch, kind):
     checkpoint = Checkpoint(kind)
     drawn = checkpoint.drawn
     folder = checkpoint.saved(tmp_path)
@@ -107,18 +107,25 @@ def test_they_are_dequantized_and_stay_as_they_are(tmp_path, caplog, kind):
                 assert torch.equal(plain[part][i], want.to(dtype))
     # Elsewhere than on GPUs with kernels that is the default.
     with caplog.at_level(logging.WARNING, "epmoe"):
-        got = folder.experts(BLOCK, LOGICAL)
-    assert "experts are dequantized to bf16: " in caplog.text and "NVFP4" in caplog.text
-    assert got.keys() == plain.keys()
-    assert all(torch.equal(got[name], plain[name]) for name in got)
+        default = folder.experts(BLOCK, LOGICAL)
+    assert "experts are dequantized to bf16: " in caplog.text
+    assert "GPUs of compute capability 9.0 have kernels for NVFP4" in caplog.text
+    assert default.keys() == plain.keys()
+    assert all(torch.equal(default[name], plain[name]) for name in default)
 
-    # Asked for, they are the same bytes, and the scales of matrices.
+    # Asked for, and chosen where GPUs have kernels: the same bytes, and the scales of matrices.
     kept = folder.experts(BLOCK, LOGICAL, dtype=MXFP4)
+    caplog.clear()
+    monkeypatch.setattr("epmoe.checkpoint.safetensors_folder.on_hopper", lambda device: True)
+    with caplog.at_level(logging.WARNING, "epmoe"):
+        chosen = folder.experts(BLOCK, LOGICAL)
+    assert not caplog.records and chosen.keys() == kept.keys()
     given = drawn.arguments(torch.device("cpu"))
     assert kept.keys() == given.keys()
     for name, tensor in given.items():
         assert kept[name].dtype == tensor.dtype
-        assert torch.equal(kept[name].view(torch.uint8), tensor.view(torch.uint8)[LOGICAL])
+        for got in (kept[name], chosen[name]):
+            assert torch.equal(got.view(torch.uint8), tensor.view(torch.uint8)[LOGICAL])
     with pytest.raises(ValueError, match="must be fp8 with a scale for each block of 128 × 128"):
         folder.experts(BLOCK, LOGICAL, dtype=FP8)
 

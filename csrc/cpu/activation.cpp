@@ -23,7 +23,7 @@ void gated_activation(const GatedActivationArgs& args) {
         value_F[i] = to_float(row[step * i]);
         up_F[i] = to_float(row[step * i + to_up]);
       }
-      auto* scales = args.tensor_scales_e3 ? args.tensor_scales_e3 + expert * 3 : nullptr;
+      auto* scales = args.tensor_scales ? args.tensor_scales + expert * kTensorScales : nullptr;
       for (int64_t i = 0; scales && i < args.F; ++i) {
         value_F[i] *= scales[0];
         up_F[i] *= scales[1];

@@ -359,10 +359,10 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         Of the block's other experts, only the headers of files that are present are read.
 
         By default weights keep the dtype of the checkpoint, with these exceptions. fp8 weights stay
-        fp8 only if they have a scale for each block of 128 × 128. MXFP4 weights stay MXFP4 only on
-        GPUs of compute capability 9.0. All other weights with scales become bf16, and a warning of
-        the logger "epmoe" names their tensors. Scales of the rows that NVFP4 weights multiply are
-        not used, since rows are bf16 or fp8 here.
+        fp8 only if they have a scale for each block of 128 × 128. MXFP4 and NVFP4 weights stay so
+        only on GPUs of compute capability 9.0. All other weights with scales become bf16, and a
+        warning of the logger "epmoe" names their tensors. Scales of the rows that NVFP4 weights
+        multiply are not used, since rows are bf16 or fp8 here.
 
         Args:
             block: the name of the block.
@@ -420,10 +420,8 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         """
         if stored.native is None:
             why = "experts in fp8 have scales of blocks of 128 × 128"
-        elif stored.native == NVFP4_GROUPS:
-            why = "no kernel takes NVFP4 as it is"
-        elif stored.native == MXFP4_GROUPS and not on_hopper(device):
-            why = "GPUs of compute capability 9.0 have kernels for MXFP4"
+        elif stored.native.packed > 1 and not on_hopper(device):
+            why = f"GPUs of compute capability 9.0 have kernels for {stored.native.name}"
         else:
             return stored.native.codes
         names = _some({name for part in _MATRICES for name in stored.tensors[f"w_{part}"]})

@@ -40,7 +40,8 @@ _TORCH_GEMM_ONLY = (
 _SUPPORT = {
     8: _TORCH_GEMM_ONLY,
     9: "tried; every kernel",
-    10: "never run there; experts by torch's grouped_mm in bf16, to which fp8 and MXFP4 are turned",
+    10: "never run there; experts by torch's grouped_mm in bf16, to which weights of 4 and 8 bits "
+    "are turned",
     12: _TORCH_GEMM_ONLY,
 }
 _ADVICE_OF_CACHE = (

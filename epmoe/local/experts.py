@@ -142,7 +142,7 @@ class GroupedExperts(nn.Module):
     values, and so may their outputs. Autocast has no effect.
 
     On GPUs the host does not wait in a call, so that a CUDA graph can capture it. This holds for
-    bf16 weights on compute capability 9.0 and later, and for fp8 and MXFP4 weights on 9.0.
+    bf16 weights on compute capability 9.0 and later, and for fp8, MXFP4 and NVFP4 weights on 9.0.
 
     The weights are parameters that share memory with the tensors that the constructor gets. In grad
     mode, a call has gradients if its rows, row weights or a parameter require grad; any other call
@@ -154,8 +154,8 @@ class GroupedExperts(nn.Module):
     Casts, moves and `load_state_dict` choose the GEMMs again. A cast does not change weights with
     scales, and their scales.
 
-    NVFP4 weights serve on CPUs only. They are dequantized in every call, and their tensor scales
-    are applied to the products in fp32.
+    Products of NVFP4 weights are computed without the tensor scales, since bf16 has all values of
+    codes times scales. The tensor scales are applied in fp32, around the activation.
 
     In a `MoELayer` over several ranks the weights become DTensors [E, …] of the experts of all
     ranks, of which each rank has its own rows. See `epmoe.training.spread`.
@@ -166,10 +166,10 @@ class GroupedExperts(nn.Module):
       and F multiples of 128, and bf16 with multiples of 64 and up to 224 experts of a rank. If
       adapters add to the products, or if a rank has more experts, DeepGEMM, if it is installed
       (`pip install epmoe[deep_gemm]`). Otherwise epmoe's own GEMMs on compute capability 9.0, for
-      MXFP4 with multiples of 64, and for bf16 with multiples of 8, which they can also train.
-      Otherwise torch's `grouped_mm`. Calls of `MoELayer` with few tokens use other kernels, which
-      read the weights only once: docs/kernels.md, "Experts with few rows". The bits of outputs then
-      depend on the number of tokens, unless the experts are `batch_invariant`.
+      MXFP4 and NVFP4 with multiples of 64, and for bf16 with multiples of 8, which they can also
+      train. Otherwise torch's `grouped_mm`. Calls of `MoELayer` with few tokens use other kernels,
+      which read the weights only once: docs/kernels.md, "Experts with few rows". The bits of
+      outputs then depend on the number of tokens, unless the experts are `batch_invariant`.
     - "deep_gemm": DeepGEMM. It is an error if it does not take the weights.
     - "hopper": epmoe's own kernels. It is an error if they do not take the weights.
     - "torch": none of these. fp8 weights are then dequantized in every call. The result is right,
@@ -180,10 +180,10 @@ class GroupedExperts(nn.Module):
     segments do, as `MoELayer` does. For a call that does not say so, "auto" uses another GEMM, and
     "deep_gemm" assumes that the segments are aligned.
 
-    If none of epmoe's kernels takes MXFP4 weights, they are dequantized in every call, which needs
-    memory for all experts of the layer in bf16 while the call runs. torch does not take fp64, nor
-    strides that are no multiples of 16 bytes. Such weights are multiplied in a loop over the
-    experts, in which the host waits for the GPU.
+    If none of epmoe's kernels takes MXFP4 or NVFP4 weights, they are dequantized in every call,
+    which needs memory for all experts of the layer in bf16 while the call runs. torch does not take
+    fp64, nor strides that are no multiples of 16 bytes. Such weights are multiplied in a loop over
+    the experts, in which the host waits for the GPU.
 
     Args:
         w_gate_up: the weights of gate and up, [e, 2F, D] in fp32, fp16, bf16, fp64 or fp8 e4m3.
@@ -603,10 +603,12 @@ class GroupedExperts(nn.Module):
         """Choose the GEMMs for the weights as they are now, after any change of them."""
         with torch.no_grad():
             weights = self._weights(None)
-        if weights.tensor_scales is not None and weights.down.is_cuda:
-            raise ValueError("experts in NVFP4 must be on the CPU: no kernel for GPUs takes them")
         self._stage = Stage.choose(
-            self._wanted, weights.gate_up, weights.down, batch_invariant=self._invariant
+            self._wanted,
+            weights.gate_up,
+            weights.down,
+            batch_invariant=self._invariant,
+            has_tensor_scales=weights.tensor_scales is not None,
         )
 
     def held(self) -> tuple[Any, ...]:

@@ -67,13 +67,25 @@ class Stage(NamedTuple):
 
     @classmethod
     def choose(
-        cls, wanted: str, gate_up: Tensor, down: Tensor, *, batch_invariant: bool = False
+        cls,
+        wanted: str,
+        gate_up: Tensor,
+        down: Tensor,
+        *,
+        batch_invariant: bool = False,
+        has_tensor_scales: bool = False,
     ) -> Self:
         """Choose the GEMMs for weights `gate_up` [e, 2F, D] and `down` [e, D, F].
 
         `table.choose` describes the arguments and the errors.
         """
-        gemms = choose(wanted, gate_up, down, batch_invariant=batch_invariant)
+        gemms = choose(
+            wanted,
+            gate_up,
+            down,
+            batch_invariant=batch_invariant,
+            has_tensor_scales=has_tensor_scales,
+        )
         trained = choose_trained(wanted, gate_up, down, batch_invariant=batch_invariant)
         most_rows = {name: GEMMS[name].most_rows(gate_up, down) for name in gemms}
         served = [GEMMS[name] for name in gemms]

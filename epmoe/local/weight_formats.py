@@ -92,7 +92,7 @@ def format_of(weights: object, scales: object) -> WeightFormat | None:
 def bits_of(values: Tensor) -> Tensor:
     """View the memory of a tensor as integers.
 
-    torch can index and join integers, and leaves them alone in casts of modules. For fp8 and MXFP4
+    torch can index and join integers, and leaves them alone in casts of modules. For fp8 and e2m1
     not all of this works.
     """
     return values.view(_INTEGERS[values.itemsize])

@@ -71,26 +71,26 @@ _library.define(
     "scales_by_block(Tensor scales, Tensor expert_offsets, Tensor? tokens_per_expert) -> Tensor"
 )
 # On GPUs: converts weights [e, n, k] from MXFP4, which are codes [e, n, k/2] and scales [e, n,
-# k/32], to bf16.
+# k/32], to bf16. Or from NVFP4 without its tensor scales, where scales are e4m3 [e, n, k/16].
 _library.define("dequantize_mxfp4(Tensor codes, Tensor scales) -> Tensor")
 # The whole experts stage on GPUs, for experts with few rows. Rows and weights are all fp8 with
-# scales, or all bf16, or rows are bf16 and weights MXFP4. The weights of an expert are read once
-# for 8 · token_tiles rows. token_tiles is 1, 2 or 4 with MXFP4, and otherwise 1, 4 or 8. With 4 or
-# 8 tiles, the sums of bf16 and fp8 have the same order as the GEMMs for many rows: `hopper_gemm`
-# below for bf16, and DeepGEMM for fp8.
+# scales, or all bf16, or rows are bf16 and weights MXFP4 or NVFP4. NVFP4 has tensor_scales, fp32
+# [e, 3]. The weights of an expert are read once for 8 · token_tiles rows. token_tiles is 1, 2 or 4
+# with MXFP4 and NVFP4, and otherwise 1, 4 or 8. With 4 or 8 tiles, the sums of bf16 and fp8 have
+# the same order as the GEMMs for many rows: `hopper_gemm` below for bf16, and DeepGEMM for fp8.
 _EXPERTS = (
     "Tensor rows, Tensor? row_scales, Tensor gate_up, Tensor? gate_up_scales, Tensor? "
     "gate_up_bias, Tensor down, Tensor? down_scales, Tensor? down_bias, Tensor expert_offsets, "
     "Tensor? tokens_per_expert, bool interleaved, float limit, float alpha, float up_offset"
 )
-_library.define(f"few_rows({_EXPERTS}, int token_tiles) -> Tensor")
+_library.define(f"few_rows({_EXPERTS}, int token_tiles, Tensor? tensor_scales=None) -> Tensor")
 # The same stage in fp8 or bf16 as one kernel, on GPUs of compute capability 9.0. In fp8 it takes at
 # most 1024 experts, and its sums have the order of DeepGEMM. In bf16 it takes at most 224, and sums
 # have the order of `hopper_gemm`.
 _library.define(f"fused_experts({_EXPERTS}) -> Tensor")
 # Grouped GEMMs in bf16 on GPUs of compute capability 9.0. For each expert: rows [N, k] · weights
 # [e, n, k]ᵀ → [N, n], and grad [N, n]ᵀ · rows [N, k] → [e, n, k]. `ends` has for each expert the
-# first row behind its segment. The weights may be in MXFP4.
+# first row behind its segment. The weights may be in MXFP4, or in NVFP4 without its tensor scales.
 _library.define("hopper_gemm(Tensor rows, Tensor weights, Tensor ends) -> Tensor")
 _library.define(
     "hopper_gemm_mxfp4(Tensor rows, Tensor codes, Tensor scales, Tensor ends) -> Tensor"

@@ -91,15 +91,19 @@ __device__ __forceinline__ void store_rows(const GroupedGemmArgs& args, const Ti
   }
 }
 
-// A warpgroup's part of a tile by rows. Each width has loops of its own.
-template <Product kProduct, int kAtOnce, int kWidth = kColumnStep, typename Stages>
+// A warpgroup's part of a tile by rows, times kTimes. Each width has loops of its own.
+template <Product kProduct, int kAtOnce, int kTimes = 1, int kWidth = kColumnStep, typename Stages>
 __device__ __forceinline__ void multiply_rows(const GroupedGemmArgs& args, const Tile& tile,
                                               Stages& ring, const char* leaving) {
   if constexpr (kWidth < kColumns)
     if (tile.width > kWidth)
-      return multiply_rows<kProduct, kAtOnce, kWidth + kColumnStep>(args, tile, ring, leaving);
+      return multiply_rows<kProduct, kAtOnce, kTimes, kWidth + kColumnStep>(args, tile, ring,
+                                                                            leaving);
   float sums[kWidth / 2] = {};
   multiply_tile<kProduct>(args, tile, ring, sums);
+  if constexpr (kTimes != 1)
+#pragma unroll
+    for (float& sum : sums) sum *= kTimes;
   store_rows<kAtOnce>(args, tile, leaving, sums);
 }
 

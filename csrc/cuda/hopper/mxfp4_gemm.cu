@@ -1,5 +1,6 @@
-// The grouped GEMM of Hopper by rows, with weights in MXFP4: rows [N, k] · weights [e, n, k]ᵀ ─▶
-// [N, n]. Sums and bits are those of grouped_gemm.cu for the same weights in bf16.
+// The grouped GEMM of Hopper by rows, with weights in MXFP4 or NVFP4: rows [N, k] · weights [e, n,
+// k]ᵀ ─▶ [N, n]. Sums and bits are those of grouped_gemm.cu for the same weights in bf16. Tensor
+// scales of NVFP4 are left out.
 //
 // A block takes tiles in turn. TMA brings codes into shared memory, two steps along k at a time. A
 // warpgroup widens them into the boxes that TMA fills for weights in bf16, where a lane has a
@@ -43,15 +44,26 @@ using TilesByRows = Tiles<Product::kByRows>;
 // Up to kBatch steps of a tile.
 struct Batch {
   int32_t step, steps, row, boxes;  // boxes of rows; 0 behind the last batch
-  uint32_t scales[kBatch];          // of this lane's two groups in a step, a byte each
+  uint32_t scales[kBatch];          // of this lane's two groups of 32 codes in a step
 };
 
+// Of the scales of a step, those of a group of 32 codes.
+template <typename Scales>
+constexpr int kScaleBits = 8 * sizeof(typename Scales::Bytes);
+template <typename Scales>
+constexpr uint32_t kScaleMask = (1u << kScaleBits<Scales>)-1;
+
+template <typename Scales>
 __device__ __forceinline__ bool has_large(uint32_t scales) {
-  return Mxfp4Scale{scales & 0xff}.is_large() || Mxfp4Scale{scales >> 8}.is_large();
+  return Scales{scales & kScaleMask<Scales>}.is_large() ||
+         Scales{scales >> kScaleBits<Scales>}.is_large();
 }
 
 // One of the warps that widen: 32 weight rows of each tile, a lane each.
+template <typename Scales>
 struct Widener {
+  // The scales of a row in a step: of two groups of 32 codes.
+  using StepScales = std::conditional_t<sizeof(typename Scales::Bytes) == 1, uint16_t, uint32_t>;
   const GroupedGemmArgs& args;
   const CUtensorMap &codes, &rows;
   const TilesByRows& tiles;
@@ -63,22 +75,22 @@ struct Widener {
   // What is loaded next, and the tile after it.
   int32_t number = blockIdx.x, step = 0, slot = 0;
   Tile tile = at(number), after = at(number + gridDim.x);
-  const uint16_t* scales = scales_of(tile, lane);
+  const StepScales* scales = scales_of(tile, lane);
 
   __device__ __forceinline__ Tile at(int32_t i) const {
     return i < tiles.count() ? tiles[i] : Tile{};
   }
-  // The scales of a row of this warp, or null where there is none: k / 32 bytes, two in each step.
-  __device__ __forceinline__ const uint16_t* scales_of(const Tile& tile, int32_t row) const {
+  // The scales of a row of this warp, or null where there is none: one StepScales in each step.
+  __device__ __forceinline__ const StepScales* scales_of(const Tile& tile, int32_t row) const {
     row += tile.m + 32 * warp;
-    auto* scales = reinterpret_cast<const uint16_t*>(args.weight_scales);
+    auto* scales = reinterpret_cast<const StepScales*>(args.weight_scales);
     return tile.width && row < args.n ? scales + (tile.expert * args.n + row) * steps : nullptr;
   }
   __device__ __forceinline__ void prefetch_scales_after() const {
-    if (const uint16_t* first = scales_of(after, 0); lane == 0 && first)
+    if (const StepScales* first = scales_of(after, 0); lane == 0 && first)
       asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(first),
-                   "r"(static_cast<int32_t>(args.k))
-                   : "memory");  // k bytes: those of 32 rows
+                   "r"(static_cast<int32_t>(args.k * sizeof(typename Scales::Bytes)))
+                   : "memory");  // those of 32 rows
   }
 
   // Starts to load the codes and scales of the next batch.
@@ -127,7 +139,8 @@ struct Widener {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint32_t eights[] = {groups[i].x, groups[i].y, groups[i].z, groups[i].w};
-      bf16_of_eights<kAlsoLarge>(eights, {scales >> 8 * i & 0xff}, values[i]);
+      const Scales of_group{scales >> kScaleBits<Scales> * i & kScaleMask<Scales>};
+      bf16_of_eights<kAlsoLarge>(eights, of_group, values[i]);
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -150,7 +163,8 @@ struct Widener {
       __syncwarp();
       const Batch later = load();
       const bool large =
-          __any_sync(kAllLanes, has_large(here.scales[0]) || has_large(here.scales[1]));
+          Scales::kMayBeLarge && __any_sync(kAllLanes, has_large<Scales>(here.scales[0]) ||
+                                                           has_large<Scales>(here.scales[1]));
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         if (i == here.steps) break;
@@ -182,6 +196,7 @@ struct Widener {
 
 #endif
 
+template <typename Scales>
 __global__ void __launch_bounds__(kThreads, 1)
     mxfp4_gemm_kernel(const __grid_constant__ GroupedGemmArgs args,
                       const __grid_constant__ CUtensorMap codes,
@@ -200,16 +215,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int32_t group = threadIdx.x / kWarpgroup;
   if (group == kMultipliers) {
     const int32_t first = threadIdx.x % kWarpgroup / 32 * kSlots;
-    Widener{args,           codes, rows,
-            tiles,          ring,  shared_address(shared) + kSlotsAt + first * kSlotBytes,
-            arrived + first}
+    Widener<Scales>{args,           codes, rows,
+                    tiles,          ring,  shared_address(shared) + kSlotsAt + first * kSlotBytes,
+                    arrived + first}
         .run();
     return;
   }
   char* leaving = shared + kStages * kStageBytes + group * kLeavingBytes;
   for (int32_t number = blockIdx.x; number < tiles.count(); number += gridDim.x) {
     const Tile tile = tiles[number];
-    multiply_rows<Product::kByRows, kLeavingBytes / kLineBytes>(args, tile, ring, leaving);
+    constexpr int kTimes = static_cast<int>(Scales::kLeftOut);
+    multiply_rows<Product::kByRows, kLeavingBytes / kLineBytes, kTimes>(args, tile, ring, leaving);
   }
 #endif
 }
@@ -226,8 +242,10 @@ cudaError_t mxfp4_gemm(const GroupedGemmArgs& args, cudaStream_t stream) {
           describe(codes, args.weights_enk, args.k / 2, args.n, args.e, 32, 1, kCodeBytes))
     return error;
   if (cudaError_t error = describe(rows, args.rows_Nk, args.k, args.N, 1)) return error;
-  return launch(mxfp4_gemm_kernel, device.multiprocessors, kThreads, shared_bytes(args.e), stream,
-                args, codes, rows);
+  auto* kernel = args.format == WeightFormat::kNvfp4 ? mxfp4_gemm_kernel<Nvfp4Scales>
+                                                     : mxfp4_gemm_kernel<Mxfp4Scale>;
+  return launch(kernel, device.multiprocessors, kThreads, shared_bytes(args.e), stream, args, codes,
+                rows);
 }
 
 }  // namespace epmoe::cuda

@@ -15,7 +15,8 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kBlocksPerSM = 6;
 
 // A warp has a chunk of a row at a time, and each lane kCount consecutive outputs of it.
-template <typename T, bool kQuantize, bool kWide, int kCount = kPerVector<T>>
+// kScaled: gates and ups, and outputs, get those of NVFP4.
+template <typename T, bool kQuantize, bool kWide, bool kScaled = false, int kCount = kPerVector<T>>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
     gated_rows(const __grid_constant__ GatedActivationArgs args, uint32_t chunks) {
   constexpr int kScaleLanes = static_cast<int>(kScaleBlock) / kCount;  // that share a scale
@@ -37,6 +38,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
     float up[kCount] = {};
     float value[kCount];
     pairs.add_to(gate, up, args.interleaved);
+    [[maybe_unused]] const float* scales = args.tensor_scales + int64_t{expert} * kTensorScales;
+    if constexpr (kScaled) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) gate[i] *= scales[0], up[i] *= scales[1];
+    }
     if (args.bias_e2F) {
       auto* bias = static_cast<const T*>(args.bias_e2F) + int64_t{expert} * 2 * args.F;
       Pairs(bias, args.interleaved, args.F, first, count).add_to(gate, up, args.interleaved);
@@ -45,6 +51,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM)
     for (int i = 0; i < kCount; ++i) {
       value[i] = sizeof(T) > 2 ? gated(gate[i], up[i], args.gating)
                                : gated_fast(gate[i], up[i], args.gating);
+      if constexpr (kScaled) value[i] *= scales[2];
       if (!kWide && i >= count) value[i] = 0.0f;
     }
     using Out = std::conditional_t<kQuantize, uint8_t, T>;
@@ -108,6 +115,11 @@ cudaError_t gated_activation(const GatedActivationArgs& args, cudaStream_t strea
         is_aligned(args.bias_e2F, 0);
     auto* kernel = wide ? gated_rows<T, false, true> : gated_rows<T, false, false>;
     if (args.scales_BN) kernel = wide ? gated_rows<T, true, true> : gated_rows<T, true, false>;
+    if (args.tensor_scales) {
+      if (args.scales_BN || !std::is_same_v<T, __nv_bfloat16>) return cudaErrorInvalidValue;
+      if constexpr (std::is_same_v<T, __nv_bfloat16>)
+        kernel = wide ? gated_rows<T, false, true, true> : gated_rows<T, false, false, true>;
+    }
     return launch_at_most(kBlocksPerSM, kernel, ceil_div(args.N * chunks, kWarps), kThreads,
                           RealRows::shared_bytes(args.segments.num_local_experts), stream, args,
                           static_cast<uint32_t>(chunks));

@@ -1,4 +1,4 @@
-// Weights in MXFP4 as bf16, for a GEMM that takes no other: a thread has eight codes.
+// Weights in MXFP4 or NVFP4 as bf16, for a GEMM that takes no other: a thread has eight codes.
 #include "cuda/device/common.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/local/mxfp4.cuh"
@@ -9,10 +9,11 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kBlocksPerSM = 8;
-constexpr int kEightsOfGroup = kMxfp4Group / 8;
 
+template <WeightFormat kFormat>
 __global__ void __launch_bounds__(kThreads)
     dequantize(const __grid_constant__ DequantizeArgs args) {
+  constexpr int kEightsOfGroup = group_of(kFormat) / 8;
   wait_for_predecessor();
   let_successor_start();
   auto* codes = static_cast<const uint32_t*>(args.codes);
@@ -20,10 +21,18 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t eights = kEightsOfGroup * args.num_groups;
   const int64_t step = int64_t{kThreads} * gridDim.x;
   for (int64_t i = int64_t{kThreads} * blockIdx.x + threadIdx.x; i < eights; i += step) {
-    const Mxfp4Scale scale{__ldg(args.scales + i / kEightsOfGroup)};
+    const uint32_t scale = __ldg(args.scales + i / kEightsOfGroup);
     const uint32_t eight[] = {__ldg(codes + i)};
     uint4 values[1];
-    bf16_of_eights<true>(eight, scale, values);
+    if constexpr (kFormat == WeightFormat::kNvfp4) {
+      bf16_of_eights<false>(eight, Nvfp4Scales{scale}, values);
+      constexpr uint32_t kLeftOut = 0x43004300;  // Nvfp4Scales::kLeftOut twice
+      values[0] = make_uint4(
+          multiply_bf16x2(values[0].x, kLeftOut), multiply_bf16x2(values[0].y, kLeftOut),
+          multiply_bf16x2(values[0].z, kLeftOut), multiply_bf16x2(values[0].w, kLeftOut));
+    } else {
+      bf16_of_eights<true>(eight, Mxfp4Scale{scale}, values);
+    }
     out[i] = values[0];
   }
 }
@@ -31,8 +40,10 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 cudaError_t dequantize_mxfp4(const DequantizeArgs& args, cudaStream_t stream) {
-  int64_t blocks = ceil_div(kEightsOfGroup * args.num_groups, kThreads);
-  return launch_at_most(kBlocksPerSM, dequantize, blocks, kThreads, 0, stream, args);
+  int64_t blocks = ceil_div(group_of(args.format) / 8 * args.num_groups, kThreads);
+  auto* kernel = args.format == WeightFormat::kNvfp4 ? dequantize<WeightFormat::kNvfp4>
+                                                     : dequantize<WeightFormat::kMxfp4>;
+  return launch_at_most(kBlocksPerSM, kernel, blocks, kThreads, 0, stream, args);
 }
 
 }  // namespace epmoe::cuda

@@ -195,7 +195,7 @@ cudaError_t launch_of(const FewRowsArgs& args, cudaStream_t stream) {
 
 cudaError_t few_rows(const FewRowsArgs& args, cudaStream_t stream) {
   if (args.N == 0 || args.segments.num_local_experts == 0) return cudaSuccess;
-  if (args.format == WeightFormat::kMxfp4) return few_rows_mxfp4(args, stream);
+  if (is_packed(args.format)) return few_rows_mxfp4(args, stream);
   if (args.token_tiles > 1) return few_rows_by_tma(args, stream);
   return args.format == WeightFormat::kFp8 ? launch_of<true>(args, stream)
                                            : launch_of<false>(args, stream);

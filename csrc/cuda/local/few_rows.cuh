@@ -3,6 +3,7 @@
 #include "cuda/device/common.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/device/mma.cuh"
+#include "cuda/local/mxfp4.cuh"
 #include "cuda/local/real_rows.cuh"
 #include "cuda/stages.h"
 
@@ -24,9 +25,10 @@ struct Product {
   int64_t row_scales_stride;
   const uint8_t* weights;  // [e, weight rows, k]
   const void* weight_scales;
-  const __nv_bfloat16* bias;  // [e, weight rows], or null
-  int64_t k, columns;         // columns: of `out`
-  void* out;                  // [N, columns]
+  const __nv_bfloat16* bias;   // [e, weight rows], or null
+  int64_t k, columns;          // columns: of `out`
+  void* out;                   // [N, columns]
+  const float* tensor_scales;  // [e, kTensorScales], or null
 };
 
 struct Expert {
@@ -111,8 +113,8 @@ template <bool kDown>
 constexpr int kColumns = kDown ? kWeightRows : kWeightRows / 2;
 
 // Adds up the sums of all warps for an expert's tokens from `first` on, and writes outputs or h.
-// The whole block calls.
-template <bool kFp8, bool kDown, int kWarps, int kTokenTiles>
+// With kNvfp4, sums get their tensor scales, and h that of down. The whole block calls.
+template <bool kFp8, bool kDown, int kWarps, int kTokenTiles, bool kNvfp4 = false>
 __device__ __forceinline__ void write_outputs(const FewRowsArgs& args, const Product& p,
                                               const Expert& expert, int32_t column, int32_t first,
                                               const float (&sums)[kTiles][kTokenTiles][4]) {
@@ -141,6 +143,10 @@ __device__ __forceinline__ void write_outputs(const FewRowsArgs& args, const Pro
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) sum += partial[w][here][row];
       int32_t tile = row / kTileRows;
+      if constexpr (kNvfp4) {
+        sum *= Nvfp4Scales::kLeftOut;
+        if (!kDown) sum *= p.tensor_scales[expert.index * kTensorScales + row % kTileRows / 8];
+      }
       if (p.bias)
         sum += to_float(p.bias[expert.index * weight_rows +
                                weight_row<kDown>(args, p, column, tile, row % kTileRows)]);
@@ -153,6 +159,7 @@ __device__ __forceinline__ void write_outputs(const FewRowsArgs& args, const Pro
     } else {
       int32_t gate = c / 8 * kTileRows + c % 8;
       float value = gated(sum_of(gate), sum_of(gate + 8), args.gating);
+      if constexpr (kNvfp4) value *= p.tensor_scales[expert.index * kTensorScales + 2];
       if constexpr (kFp8) {
         uint32_t lanes = __activemask();
         uint32_t most = bits_of(fabsf(value));
@@ -189,9 +196,10 @@ cudaError_t launch_both(const FewRowsArgs& args, const Launch& launch) {
                      bias(args.gate_up_bias),
                      args.D,
                      args.F,
-                     args.h_NF};
+                     args.h_NF,
+                     args.tensor_scales};
   Product down = {bytes(args.h_NF),     nullptr, 0,      bytes(args.down_eDF), args.down_scales,
-                  bias(args.down_bias), args.F,  args.D, args.out_ND};
+                  bias(args.down_bias), args.F,  args.D, args.out_ND,          args.tensor_scales};
   if (cudaError_t error = launch(gate_up, std::false_type{})) return error;
   return launch(down, std::true_type{});
 }
@@ -206,7 +214,7 @@ cudaError_t launch_tasks(void (*kernel)(FewRowsArgs, Product), int64_t most, int
                         table_entries(e) * static_cast<int64_t>(sizeof(Expert)), stream, args, p);
 }
 
-// The stage with weights in MXFP4; and in bf16 and fp8 with weights through shared memory.
+// The stage with weights in MXFP4 or NVFP4; and in bf16 and fp8 with weights through shared memory.
 cudaError_t few_rows_mxfp4(const FewRowsArgs& args, cudaStream_t stream);
 cudaError_t few_rows_by_tma(const FewRowsArgs& args, cudaStream_t stream);
 

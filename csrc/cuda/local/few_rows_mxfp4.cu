@@ -1,17 +1,18 @@
-// Experts with few rows, weights in MXFP4: as in few_rows.cu, gate and up in one kernel and down in
-// another. Codes become bf16 in registers, scaled exactly, and are multiplied by rows in bf16, with
-// sums in fp32; h is bf16.
+// Experts with few rows, weights in MXFP4 or NVFP4: as in few_rows.cu, gate and up in one kernel
+// and down in another. Codes become bf16 in registers, scaled exactly, and are multiplied by rows
+// in bf16, with sums in fp32; h is bf16. Tensor scales of NVFP4 multiply sums and h.
 #include "cuda/local/few_rows.cuh"
 #include "cuda/local/mxfp4.cuh"
 
 namespace epmoe::cuda {
 namespace {
 
-// A chunk is four groups of each weight row: lane 4 g + t has group t, 16 bytes, of rows g and g +
-// 8 of each tile.
+// A chunk is four groups of 32 codes of each weight row: lane 4 g + t has group t, 16 bytes, of
+// rows g and g + 8 of each tile.
+constexpr int kGroup = 32;
 constexpr int kChunkGroups = 4;
-constexpr int kGroupBytes = kMxfp4Group / 2;
-constexpr int kGroupRowBytes = kMxfp4Group * 2;
+constexpr int kGroupBytes = kGroup / 2;
+constexpr int kGroupRowBytes = kGroup * 2;
 constexpr int kRowChunkBytes = kChunkGroups * kGroupRowBytes;
 
 // What was measured is in docs/experiments.md, "MXFP4".
@@ -42,10 +43,10 @@ __device__ __forceinline__ uint4 load_if(bool real, const uint8_t* from) {
 }
 
 // sums += weights · rows for a chunk of this lane. rows: of its tokens; real: it has a group there.
-template <bool kLarge, int kTokenTiles>
+template <bool kLarge, typename Scales, int kTokenTiles>
 __device__ __forceinline__ void add_chunk(float (&sums)[kTiles][kTokenTiles][4],
                                           const uint4 (&codes)[kTiles][2],
-                                          const Mxfp4Scale (&scale)[kTiles][2],
+                                          const Scales (&scale)[kTiles][2],
                                           const uint8_t* const (&rows)[kTokenTiles], int64_t offset,
                                           bool real) {
 #pragma unroll
@@ -58,7 +59,7 @@ __device__ __forceinline__ void add_chunk(float (&sums)[kTiles][kTokenTiles][4],
 #pragma unroll
         for (int pair = 0; pair < 4; ++pair) {
           uint32_t value =
-              multiply_bf16x2(tiny_pair(component(codes[m][i], j), pair), scale[m][i].factor());
+              multiply_bf16x2(tiny_pair(component(codes[m][i], j), pair), scale[m][i].factor(j));
           a[pair / 2][m][2 * (pair % 2) + i] =
               kLarge ? multiply_bf16x2(value, scale[m][i].more()) : value;
         }
@@ -80,7 +81,7 @@ __device__ __forceinline__ void add_chunk(float (&sums)[kTiles][kTokenTiles][4],
 }
 
 // A block takes tasks: kWeightRows weight rows of an expert. Its warps share k.
-template <bool kDown, int kTokenTiles>
+template <typename Scales, bool kDown, int kTokenTiles>
 __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSM<kTokenTiles>)
     few_rows_mxfp4(const __grid_constant__ FewRowsArgs args, const __grid_constant__ Product p) {
   constexpr int kTokens = 8 * kTokenTiles;
@@ -94,13 +95,13 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSM<kTokenTiles>)
   const int32_t warp = threadIdx.x / 32;
   const int32_t g = threadIdx.x % 32 / 4;
   const int32_t t = threadIdx.x % 4;
-  const int32_t groups_of_row = static_cast<int32_t>(p.k / kMxfp4Group);
+  const int32_t groups_of_row = static_cast<int32_t>(p.k / kGroup);
   const int32_t chunks = (groups_of_row + kChunkGroups - 1) / kChunkGroups;
   const int32_t first_chunk = chunks * warp / kWarps;
   const int32_t last_chunk = chunks * (warp + 1) / kWarps;
   const int64_t weight_rows = kDown ? p.columns : 2 * p.columns;
   const int32_t of_expert = static_cast<int32_t>(p.columns / kColumns<kDown>);  // tasks
-  auto* scales = static_cast<const uint8_t*>(p.weight_scales);
+  auto* scales = static_cast<const typename Scales::Bytes*>(p.weight_scales);
   for (int64_t task = blockIdx.x; task < int64_t{num_experts} * of_expert; task += gridDim.x) {
     const Expert expert = experts[task / of_expert];
     const int32_t column = static_cast<int32_t>(task % of_expert) * kColumns<kDown>;
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSM<kTokenTiles>)
 #pragma unroll 1
       for (int32_t chunk = first_chunk; chunk < last_chunk; chunk += kChunks) {
         uint4 codes[kChunks][kTiles][2];
-        Mxfp4Scale scale[kChunks][kTiles][2];
+        Scales scale[kChunks][kTiles][2];
         bool real[kChunks];  // the last chunk of a row may have fewer groups
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
@@ -145,33 +146,41 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSM<kTokenTiles>)
 #pragma unroll
           for (int m = 0; m < kTiles; ++m)
             large |= scale[c][m][0].is_large() || scale[c][m][1].is_large();
-          if (__any_sync(kAllLanes, large))
+          if (Scales::kMayBeLarge && __any_sync(kAllLanes, large))
             add_chunk<true>(sums, codes[c], scale[c], rows, kRowChunkBytes * (chunk + c), real[c]);
           else
             add_chunk<false>(sums, codes[c], scale[c], rows, kRowChunkBytes * (chunk + c), real[c]);
         }
       }
       predecessor.wait();
-      write_outputs<false, kDown, kWarps, kTokenTiles>(args, p, expert, column, first, sums);
+      constexpr bool kNvfp4 = std::is_same_v<Scales, Nvfp4Scales>;
+      write_outputs<false, kDown, kWarps, kTokenTiles, kNvfp4>(args, p, expert, column, first,
+                                                               sums);
     }
   }
   predecessor.wait();  // also where there is nothing to do: the next kernel counts on it
 }
 
-template <int kTokenTiles>
+template <typename Scales, int kTokenTiles>
 cudaError_t launch_of(const FewRowsArgs& args, cudaStream_t stream) {
   return launch_both(args, [&](const Product& p, auto down) {
-    return launch_tasks<down.value>(few_rows_mxfp4<down.value, kTokenTiles>,
+    return launch_tasks<down.value>(few_rows_mxfp4<Scales, down.value, kTokenTiles>,
                                     kBlocksPerSM<kTokenTiles>, 32 * kWarps, args, p, stream);
   });
+}
+
+template <typename Scales>
+cudaError_t launch_with(const FewRowsArgs& args, cudaStream_t stream) {
+  if (args.token_tiles == 1) return launch_of<Scales, 1>(args, stream);
+  if (args.token_tiles == 2) return launch_of<Scales, 2>(args, stream);
+  return launch_of<Scales, 4>(args, stream);
 }
 
 }  // namespace
 
 cudaError_t few_rows_mxfp4(const FewRowsArgs& args, cudaStream_t stream) {
-  if (args.token_tiles == 1) return launch_of<1>(args, stream);
-  if (args.token_tiles == 2) return launch_of<2>(args, stream);
-  return launch_of<4>(args, stream);
+  if (args.format == WeightFormat::kNvfp4) return launch_with<Nvfp4Scales>(args, stream);
+  return launch_with<Mxfp4Scale>(args, stream);
 }
 
 }  // namespace epmoe::cuda

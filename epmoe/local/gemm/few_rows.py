@@ -157,7 +157,7 @@ class FewRows(Gemm):
         assert segments.rows_per_expert is not None
         operands = operands_of(weights, rows, scales, segments)
         token_tiles = self._token_tiles(weights.down.dtype, segments.rows_per_expert)
-        out: Tensor = ops.few_rows(*operands, token_tiles)
+        out: Tensor = ops.few_rows(*operands, token_tiles, weights.tensor_scales)
         return out
 
     def _token_tiles(self, dtype: torch.dtype, rows_per_expert: float) -> int:
@@ -166,10 +166,13 @@ class FewRows(Gemm):
 
 
 class FewRowsOfMxfp4(FewRows):
-    """epmoe's kernels for few bf16 rows and MXFP4 weights. Between the kernels rows are bf16."""
+    """epmoe's kernels for few bf16 rows and MXFP4 or NVFP4 weights. Between the kernels rows are
+    bf16.
+    """
 
     name = "few_rows_mxfp4"
     takes_fp8 = False
+    takes_tensor_scales = True
     steps: ClassVar = {MXFP4: MXFP4_GROUPS.block[1]}
 
     def most_rows(self, gate_up: Tensor, down: Tensor) -> float:

@@ -212,6 +212,8 @@ class Gemm(ABC):
     """
     takes_fp8: ClassVar[bool] = False
     """Whether it can multiply fp8 rows by fp8 weights. Otherwise it dequantizes them."""
+    takes_tensor_scales: ClassVar[bool] = False
+    """Whether it takes NVFP4 weights, if `problem_with` says that it takes their codes."""
     takes_adapters: ClassVar[bool] = True
     """Whether it takes calls in which adapters add to the products."""
 
@@ -281,10 +283,11 @@ class Gemm(ABC):
         It computes rows [N, k] · weights [e, n, k]ᵀ → [N, n]. The rows have the dtype of the
         weights, or they are fp8 with scales [N, k/128]. If the weights are fp8, too, and
         `takes_fp8` is True, the scales are given with contiguous columns, as the kernels need them.
-        The weights have a dtype for which `problem_with` returns None. fp8 and MXFP4 weights come
-        with scales, as in `Weights`. `ends` is int32 [e], the row behind each segment. Segments
-        start at multiples of `alignment` rows, which is a multiple of `block`. Products are bf16 if
-        the weights have scales, otherwise they have the dtype of the weights.
+        The weights have a dtype for which `problem_with` returns None. Quantized weights come with
+        scales, as in `Weights`, but without tensor scales, which the product lacks. `ends` is int32
+        [e], the row behind each segment. Segments start at multiples of `alignment` rows, which is
+        a multiple of `block`. Products are bf16 if the weights have scales, otherwise they have the
+        dtype of the weights.
 
         A GEMM that computes the whole stage in `experts` does not have this method.
         """

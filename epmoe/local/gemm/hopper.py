@@ -1,4 +1,4 @@
-"""epmoe's own grouped GEMMs on Hopper, for bf16 and MXFP4 weights.
+"""epmoe's own grouped GEMMs on Hopper, for bf16, MXFP4 and NVFP4 weights.
 
 With bf16 weights they also compute gradients of rows and of weights. The size of a tile adapts to
 the rows of an expert, which other libraries round up to blocks of 64 or 128. The files of the
@@ -41,11 +41,12 @@ MOST_FUSED_EXPERTS = 224
 class Hopper(Gemm):
     """epmoe's grouped GEMMs on GPUs of compute capability 9.0, for any segments.
 
-    The weights are bf16 or MXFP4. MXFP4 weights cannot be trained.
+    The weights are bf16, MXFP4 or NVFP4. Only bf16 weights can be trained.
     """
 
     name = "hopper"
     needs_gpu = True
+    takes_tensor_scales = True
     # The sum of an element has the same order in tiles of all sizes.
     batch_invariant = True
 

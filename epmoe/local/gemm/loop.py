@@ -15,6 +15,7 @@ class Loop(Gemm):
     """A GEMM that computes one product for each expert that has rows. It takes all weights."""
 
     name = "loop"
+    takes_tensor_scales = True
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
         return None

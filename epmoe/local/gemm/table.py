@@ -51,7 +51,12 @@ CHOICES = (
 
 
 def choose(
-    wanted: str, gate_up: Tensor, down: Tensor, *, batch_invariant: bool = False
+    wanted: str,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    batch_invariant: bool = False,
+    has_tensor_scales: bool = False,
 ) -> tuple[str, ...]:
     """Choose the GEMMs for calls without gradients, for weights on their device.
 
@@ -66,6 +71,7 @@ def choose(
         down: weights [e, D, F].
         batch_invariant: choose only GEMMs whose outputs have the same bits. If possible, they have
             the bits of the GEMM that trains the weights, so that serving and training agree.
+        has_tensor_scales: whether the weights are NVFP4, which have the dtype of MXFP4.
 
     Returns:
         The names of the GEMMs, the fastest first.
@@ -90,6 +96,8 @@ def choose(
     problems: dict[str, Exception] = {}
     for gemm in candidates:
         problem = gemm.problem_with(gate_up, down)
+        if problem is None and has_tensor_scales and not gemm.takes_tensor_scales:
+            problem = ValueError(f"{gemm.name} does not take weights in NVFP4")
         if problem is not None:
             if wanted == gemm.name and gemm.needs_gpu:
                 raise problem

@@ -25,10 +25,11 @@ _STRIDE_BYTES = 16
 class TorchGrouped(Gemm):
     """`torch.nn.functional.grouped_mm`. It takes any segments.
 
-    fp8 and MXFP4 weights are dequantized in every call.
+    fp8, MXFP4 and NVFP4 weights are dequantized in every call.
     """
 
     name = "torch"
+    takes_tensor_scales = True
 
     def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
         """Return torch's own error for these weights, or None if it takes them.

@@ -78,6 +78,7 @@ def test_wrong_configurations(benchmark, changes, message):
         ({}, Precision.PLAIN_DEEP_GEMM, "DeepGEMM is for GPUs"),
         ({}, Precision.FP8, None),
         ({"intermediate_size": 96}, Precision.MXFP4, None),
+        ({"intermediate_size": 80}, Precision.NVFP4, None),
         (
             {"intermediate_size": 80},
             Precision.MXFP4,
@@ -95,7 +96,9 @@ def test_what_cannot_be_measured(model, precision, reason):
     assert layer_sides.problem_with(precision, _config(model=model), CPU) == reason
 
 
-@pytest.mark.parametrize("precision", [Precision.PLAIN, Precision.FP8, Precision.MXFP4])
+@pytest.mark.parametrize(
+    "precision", [Precision.PLAIN, Precision.FP8, Precision.MXFP4, Precision.NVFP4]
+)
 def test_copies_of_an_expert_have_its_weights(precision):
     """Expert 0 of rank 0 has its copy, physical expert 7, on rank 1."""
     config = _config(placement={"strategy": "round_robin", "num_redundant_experts": 2})

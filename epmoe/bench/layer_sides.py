@@ -28,7 +28,14 @@ from epmoe.local.quantize import quantize_weights
 from epmoe.local.reference import moe_reference, swiglu_reference
 from epmoe.local.route import Routing
 from epmoe.local.simulate import Kind, simulate_logits
-from epmoe.local.weight_formats import FP8_BLOCKS, MXFP4_GROUPS, dequantize_weights, plain_shape
+from epmoe.local.weight_formats import (
+    FP8_BLOCKS,
+    MXFP4_GROUPS,
+    NVFP4_GROUPS,
+    WeightFormat,
+    dequantize_weights,
+    plain_shape,
+)
 from epmoe.native.arguments import FP8
 from epmoe.service import ExpertParallel
 
@@ -55,10 +62,18 @@ class Precision(StrEnum):
     """
     MXFP4 = "MXFP4"
     """rows in the model's dtype, weights are MXFP4"""
+    NVFP4 = "NVFP4"
+    """rows in the model's dtype, weights are NVFP4"""
 
 
 # The formats of weights with scales.
-_FORMATS = {Precision.FP8: FP8_BLOCKS, Precision.MXFP4: MXFP4_GROUPS}
+_FORMATS = {
+    Precision.FP8: FP8_BLOCKS,
+    Precision.MXFP4: MXFP4_GROUPS,
+    Precision.NVFP4: NVFP4_GROUPS,
+}
+# The mean of the scales that `_fill_codes` draws in NVFP4.
+_MEAN_SCALE_OF_NVFP4 = 16.0
 
 
 def problem_with(precision: Precision, config: EPConfig, device: torch.device) -> str | None:
@@ -80,7 +95,7 @@ def problem_with(precision: Precision, config: EPConfig, device: torch.device) -
     step = 1 if weight_format is None else weight_format.block[1]
     if D % step or f % step:
         return f"D and F must be multiples of {step}, got {D} and {f}"
-    if precision is Precision.MXFP4:
+    if weight_format is not None and weight_format.packed > 1:
         if is_on_cpu or on_hopper(device):
             return None
         return "it dequantizes weights on this GPU"
@@ -119,27 +134,53 @@ def random_experts(
         if weight_format is not None:
             shape = weight_format.scales_shape(e, n, k)
             scales[name] = torch.empty(shape, dtype=weight_format.scale, device=device)
+    tensor_scales = _tensor_scales(shapes, e, device)
     # Fill one expert after the other. The logical expert is the seed, and outputs have a variance
     # of about 1.
     for i, logical in enumerate(placement.logical_experts(rank)):
         generator.manual_seed(logical)
         for name, (n, k) in shapes.items():
-            if weight_format is MXFP4_GROUPS:
-                weights[name][i].view(torch.uint8).random_(256, generator=generator)
-                # A scale is an exponent of 2. The largest one stands for about 1 / √k.
-                middle = 127 - round(math.log2(k) / 2)
-                scales[name][i].view(torch.uint8).random_(middle - 3, middle, generator=generator)
+            if weight_format is not None and weight_format.packed > 1:
+                _fill_codes(weight_format, weights[name][i], scales[name][i], k, generator)
                 continue
             plain = torch.randn(n, k, generator=generator, device=device) / k**0.5
             if weight_format is FP8_BLOCKS:
                 weights[name][i], scales[name][i] = quantize_weights(plain)
             else:
                 weights[name][i] = plain
+        # Gate and up have different ones. Other formats take none.
+        tensor_scales[i] *= 1 + torch.rand(3, generator=generator, device=device)
     gemm = "torch" if precision is Precision.PLAIN else "auto"
     options: dict[str, Any] = {f"{name}_scales": value for name, value in scales.items()}
+    if weight_format is NVFP4_GROUPS:
+        options["tensor_scales"] = tensor_scales
     options |= {"gemm": gemm, "batch_invariant": config.experts.batch_invariant}
     experts = GroupedExperts(weights["gate_up"], weights["down"], **options)
     return experts.requires_grad_(False)
+
+
+def _fill_codes(
+    weight_format: WeightFormat,
+    codes: Tensor,
+    scales: Tensor,
+    k: int,
+    generator: torch.Generator,
+) -> None:
+    """Draw the codes and scales of one matrix [n, k] in MXFP4 or NVFP4."""
+    codes.view(torch.uint8).random_(256, generator=generator)
+    if weight_format is MXFP4_GROUPS:
+        # A scale is an exponent of 2. The largest one stands for about 1 / √k.
+        middle = 127 - round(math.log2(k) / 2)
+        scales.view(torch.uint8).random_(middle - 3, middle, generator=generator)
+        return
+    # From 8 to 30, by steps of an eighth of a power of two.
+    scales.view(torch.uint8).random_(80, 96, generator=generator)
+
+
+def _tensor_scales(shapes: dict[str, tuple[int, int]], e: int, device: torch.device) -> Tensor:
+    """The tensor scales of e experts, with which weights are about 1 / √k, fp32 [e, 3]."""
+    gate_up, down = (1 / (_MEAN_SCALE_OF_NVFP4 * 4 * k**0.5) for _, k in shapes.values())
+    return torch.tensor([gate_up, gate_up, down], device=device).repeat(e, 1)
 
 
 Handle = tuple[Dispatched, Tensor]
@@ -313,7 +354,15 @@ class WholeLayer(Side):
                 weight = dequantize_weights(weight, scales[index], torch.float32)
             return weight[None]
 
-        return swiglu_reference(weights("gate_up"), weights("down"))(rows_nD, 0)
+        gate_up = weights("gate_up")
+        down = weights("down")
+        tensor_scales = self.experts.tensor_scales
+        if tensor_scales is not None:
+            gate, up, of_down = tensor_scales[index]
+            halves = gate_up.chunk(2, 1)
+            gate_up = torch.cat([halves[0] * gate, halves[1] * up], 1)
+            down = down * of_down
+        return swiglu_reference(gate_up, down)(rows_nD, 0)
 
     def _gathered(self, tensor: Tensor) -> Tensor:
         """Gather a tensor of all ranks, one behind the other in rank order. Collective."""

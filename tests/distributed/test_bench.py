@@ -241,8 +241,8 @@ def test_peers_of_a_layer(make, size):
         == [
             (T, p, side)
             for T in (0, 16)
-            for p in ("plain", "fp8", "MXFP4")  # which no peer takes
-            for side in measured[: len(measured) if T and p != "MXFP4" else 1]
+            for p in ("plain", "fp8", "MXFP4", "NVFP4")  # no peer takes the last two
+            for side in measured[: len(measured) if T and p in ("plain", "fp8") else 1]
         ]
     )
     assert all(r["floor"] > 0 for r in report.results if r["tokens"])
@@ -255,7 +255,8 @@ def test_a_peer_that_fails_on_one_rank_is_left_out_on_all(make):
     steps = ["version", "open", "call 1", "call 2", "check", "close"]
     others = [*map(FailsOnRank1, steps), WithoutLayer(), OwnLayer()]
     report = layer.run(Job(make(dtype="bfloat16", intermediate_size=128), (16,), 1), peers=others)
-    assert [r["side"] for r in report.results] == [*["epmoe, torch", "own 1"] * 2, "epmoe, torch"]
+    sides = [*["epmoe, torch", "own 1"] * 2, *["epmoe, torch"] * 2]
+    assert [r["side"] for r in report.results] == sides
     reasons = {name.partition(",")[0]: reason for name, reason in report.left_out.items()}
     assert "the weighted sum" in reasons["check"], "rank 1 says why"
     assert all(reasons[name] == f"OSError('no {name}')" for name in steps if name != "check")
@@ -268,7 +269,7 @@ def test_layers_with_copies_of_experts(make, monkeypatch, size, folder):
     config = make(COPIES, dtype="bfloat16", intermediate_size=128)
     report = layer.run(Job(config, TOKENS, 2, advance=lambda: steps.append(None), log=lines.append))
     # A line and a row for each precision and T.
-    precisions = ("plain", "fp8", "MXFP4")
+    precisions = ("plain", "fp8", "MXFP4", "NVFP4")
     assert report.benchmark == "layer" and len(steps) == len(TOKENS) * len(Precision)
     assert report.left_out == {"plain, DeepGEMM": "DeepGEMM is for GPUs"}
     assert [line.partition(":")[0] for line in lines] == [

@@ -52,6 +52,20 @@ def random_mxfp4(
     return codes.view(MXFP4), powers.view(torch.float8_e8m0fnu)
 
 
+def random_nvfp4(
+    e: int, n: int, k: int, *, seed: int, power: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [e, n, k/2], scales [e, n, k/16], and a tensor scale [], with which weights are about
+    1 / √k · 2^`power`. It is a power of two, so that bf16 has all weights.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(256, (e, n, k // 2), generator=generator, dtype=torch.uint8)
+    # From 8 to 30.
+    scales = torch.randint(80, 96, (e, n, k // 16), generator=generator, dtype=torch.uint8)
+    exponent = power - 6 - round(torch.tensor(k).log2().item() / 2)
+    return codes.view(MXFP4), scales.view(FP8), torch.tensor(2.0**exponent)
+
+
 def weights(
     dtype: torch.dtype, device: torch.device, e: int = E, D: int = D, F: int = F
 ) -> dict[str, Tensor]:

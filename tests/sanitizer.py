@@ -54,7 +54,7 @@ for T in (200, 288):
 print("done")
 """
 # The kernels for experts with few rows, also where there are many, with NaN around the rows; of
-# MXFP4 also the GEMM.
+# MXFP4 and NVFP4 also the GEMM.
 FEW_ROWS = """
 import sys, torch
 sys.modules["deep_gemm"] = None  # it writes by TMA
@@ -65,6 +65,11 @@ for dtype in (torch.bfloat16, torch.float8_e4m3fn, MXFP4):
     experts, rows = built(dtype, device, gpt_oss=True), Rows(COUNTS, dtype, device)
     for rows_per_expert in (1.0, 8.0, 64.0, None) if dtype == MXFP4 else (0.1, 6.0, 32.0):
         assert rows.outputs(experts, rows_per_expert).isfinite().all()
+import test_nvfp4
+experts = test_nvfp4.Drawn((256, 128), gpt_oss=True).experts(device)
+rows = test_nvfp4.Rows(256, device, in_fp8=False)
+for rows_per_expert in (1.0, 8.0, 64.0, None):
+    assert rows.outputs(experts, rows_per_expert).isfinite().all()
 print("done")
 """
 # The experts in one kernel.

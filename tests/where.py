@@ -144,7 +144,7 @@ TABLE: dict[str, tuple[Cell, ...]] = {
         OWN_GEMMS,
     ),
     "NVFP4 weights, as they are": (
-        yes("test_nvfp4.py::test_a_layer"),
+        yes(D + "test_layers.py::test_a_layer_in_nvfp4_is_that_of_its_values"),
         yes("stacks/test_vllm_engine.py::test_qwen3_in_nvfp4_as_it_is"),
         missing("epmoe's experts take SGLang's weights in bf16 and fp8."),
         foreign("transformers keeps NVFP4 in modules of compressed-tensors and modelopt."),

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from exchanges import make_config, node_of, nodes_of, poison
 from expert_inputs import quantized as quantized_weights
-from expert_inputs import random_mxfp4
+from expert_inputs import random_mxfp4, random_nvfp4
 from helpers import ON_GPUS, assert_close, captured, full_layer, poison_, randn
 
 from epmoe import GroupedExperts, MoELayer
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.local.reference import moe_reference, route_reference
-from epmoe.local.weight_formats import dequantize_weights
+from epmoe.local.weight_formats import bits_of, dequantize_weights
 
 pytestmark = pytest.mark.usefixtures("serving")
 
@@ -54,16 +54,47 @@ def test_a_layer_in_mxfp4_is_that_of_its_values(make_ep, rank, size, payload, wi
     """Bitwise on CPUs, in calls of any size; padding is zeros, and a token of NaN
     changes no other. 160 columns have a block that is partly filled.
     """
-    if width % 128 and payload == "fp8" and nodes_of(size):
-        pytest.skip("a block that is partly filled travels within a node")
-    sizes = {"experts": E, "top_k": K, "hidden": width, "max_tokens": 130}
-    ep = make_ep(dtype="bfloat16", exchange={"payload": payload}, **sizes)
     # Weights in MXFP4, and their values in bf16.
     packed = {}
     plain = {}
     for seed, (name, shape) in enumerate({"gate_up": (2 * D, width), "down": (width, D)}.items()):
         packed[f"w_{name}"], packed[f"{name}_scales"] = of_name = random_mxfp4(E, *shape, seed=seed)
         plain[f"w_{name}"] = dequantize_weights(*of_name, torch.bfloat16)
+    assert_layers_agree(make_ep, rank, size, payload, width, packed, plain)
+
+
+@pytest.mark.parametrize(("payload", "width"), [("auto", 128), ("fp8", 160)])
+def test_a_layer_in_nvfp4_is_that_of_its_values(make_ep, rank, size, payload, width):
+    """The same, where gate and up have two tensor scales."""
+    gate, up, down = (
+        random_nvfp4(E, *shape, seed=seed, power=power)
+        for seed, (shape, power) in enumerate([((D, width), 0), ((D, width), -1), ((width, D), 0)])
+    )
+    joined = [
+        torch.cat([bits_of(a), bits_of(b)], 1).view(a.dtype)
+        for a, b in zip(gate[:2], up[:2], strict=True)
+    ]
+    packed = {
+        "w_gate_up": joined[0],
+        "gate_up_scales": joined[1],
+        "w_down": down[0],
+        "down_scales": down[1],
+        "tensor_scales": torch.stack([gate[2], up[2], down[2]]).repeat(E, 1),
+    }
+    values = [
+        dequantize_weights(codes, scales, torch.bfloat16, scale)
+        for codes, scales, scale in (gate, up, down)
+    ]
+    plain = {"w_gate_up": torch.cat(values[:2], 1), "w_down": values[2]}
+    assert_layers_agree(make_ep, rank, size, payload, width, packed, plain)
+
+
+def assert_layers_agree(make_ep, rank, size, payload, width, packed, plain):
+    """A layer of experts in four bits, and one of their values."""
+    if width % 128 and payload == "fp8" and nodes_of(size):
+        pytest.skip("a block that is partly filled travels within a node")
+    sizes = {"experts": E, "top_k": K, "hidden": width, "max_tokens": 130}
+    ep = make_ep(dtype="bfloat16", exchange={"payload": payload}, **sizes)
     layer, values = (
         MoELayer.from_full(ep, randn(E, width, seed=9), **given) for given in (packed, plain)
     )

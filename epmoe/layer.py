@@ -249,8 +249,8 @@ class MoELayer(nn.Module):
         experts.
 
         Shared experts are not read. Load their module as the model does, and give it as `shared`.
-        If the checkpoint has fp8 or MXFP4 experts, a layer that trains needs a `dtype`. It raises
-        the errors of `MoELayer`, `GroupedExperts` and `SafetensorsFolder`.
+        If the checkpoint has experts with scales, such as fp8 or MXFP4, a layer that trains needs a
+        `dtype`. It raises the errors of `MoELayer`, `GroupedExperts` and `SafetensorsFolder`.
 
         Args:
             ep: see `MoELayer`.

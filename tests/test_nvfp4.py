@@ -331,6 +331,25 @@ def test_casts_and_state_dicts_leave_them_alone(device):
     assert torch.equal(rows.outputs(loaded, None), want)
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_they_sleep(device, level):
+    """Codes, scales and tensor scales come back, from the CPU or out of a state dict."""
+    D, F = 64, 48
+    drawn = Drawn((D, F), gpt_oss=True)
+    with epmoe.ExpertParallel(alone(E, 2, D, "bfloat16", 16), device=device) as ep:
+        given = drawn.arguments(ep.device) | GPT_OSS
+        layer = epmoe.MoELayer.from_full(ep, randn(E, D), **given)
+        kept = {name: value.cpu() for name, value in layer.state_dict().items()}
+        x = randn(8, D, dtype=BF16).to(ep.device)
+        want = layer(x).clone()
+        weights = epmoe.SleepingWeights(layer)
+        ep.sleep(weights.offload if level == 1 else weights.discard)
+        ep.wake(weights.restore)
+        if level == 2:
+            layer.load_state_dict(kept)
+        assert torch.equal(layer(x), want)
+
+
 @pytest.mark.parametrize("gpt_oss", [False, True])
 def test_adapters_add_to_products_that_have_tensor_scales(device, gpt_oss):
     """Outputs are those of experts in fp64 whose weights have the adapter's product added."""

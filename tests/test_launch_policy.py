@@ -265,3 +265,29 @@ def test_dispatch_finds_a_place_beside_a_foreign_block(tmp_path):
     used = re.findall(rf"{entry}.* (\d+) bytes spill stores.*\n.*Used (\d+) registers", said)
     assert len(used) == 22 and {spilled for spilled, _ in used} == {"0"}
     assert max(int(registers) for _, registers in used) <= 96
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc on the PATH")
+def test_a_vector_in_memory_is_one_access(tmp_path):
+    """Rows of bf16 that dispatch quantizes were read a byte at a time: the compiler had made that
+    of a memcpy from shared memory.
+    """
+    source = tmp_path / "vectors.cu"
+    source.write_text("""
+        #include "cuda/device/vector.cuh"
+        using namespace epmoe::cuda;
+        __global__ void sums(float* out, int stride) {
+          extern __shared__ char rows[];
+          auto* row = reinterpret_cast<const Vector<__nv_bfloat16, 8>*>(rows + blockIdx.x * stride);
+          float values[8], sum = 0.0f;
+          to_floats(row[threadIdx.x], values);
+          for (float value : values) sum += value;
+          out[threadIdx.x] = sum;
+        }
+    """)
+    ptx = tmp_path / "vectors.ptx"
+    command = ["nvcc", *CUDA_FLAGS, "-arch=sm_90", "-I.", "-ptx", "-o", str(ptx), str(source)]
+    subprocess.run(command, cwd=ROOT / "csrc", check=True, capture_output=True)
+    loads = re.findall(r"ld\.shared\.\S+", ptx.read_text())
+    assert loads == ["ld.shared.v4.u32"]

@@ -31,12 +31,24 @@ struct alignas(sizeof(T) * kCount) Vector {
   T at[kCount];
 };
 
+// A vector, packed into registers. Separate elements of 16 bits would take twice as many registers.
+template <typename V>
+using Registers =
+    std::conditional_t<sizeof(V) == 16, uint4, std::conditional_t<sizeof(V) == 8, uint2, uint32_t>>;
+
 // A vector as floats. Elements of 16 bits are converted two at a time, as they lie in a register.
 template <typename T, int kCount>
 __device__ __forceinline__ void to_floats(const Vector<T, kCount>& vector, float (&out)[kCount]) {
   if constexpr (sizeof(T) == 2 && kCount % 2 == 0) {
+    using Packed = Registers<Vector<T, kCount>>;
     uint32_t registers[kCount / 2];
-    memcpy(registers, &vector, sizeof registers);
+    if constexpr (sizeof(Packed) == sizeof vector) {
+      // One access: of a vector in memory memcpy would make one for each byte.
+      Packed packed = *reinterpret_cast<const Packed*>(&vector);
+      memcpy(registers, &packed, sizeof registers);
+    } else {
+      memcpy(registers, &vector, sizeof registers);  // longer than an access, in registers
+    }
 #pragma unroll
     for (int i = 0; i < kCount / 2; ++i) {
       if constexpr (std::is_same_v<T, __nv_bfloat16>) {
@@ -62,11 +74,6 @@ __device__ __forceinline__ Vector<T, kCount> rounded(const float (&values)[kCoun
   for (int i = 0; i < kCount; ++i) out.at[i] = from_float<T>(values[i]);
   return out;
 }
-
-// A vector, packed into registers. Separate elements of 16 bits would take twice as many registers.
-template <typename V>
-using Registers =
-    std::conditional_t<sizeof(V) == 16, uint4, std::conditional_t<sizeof(V) == 8, uint2, uint32_t>>;
 
 template <typename V>
 __device__ __forceinline__ V from_registers(const Registers<V>& registers) {

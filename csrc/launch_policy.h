@@ -26,7 +26,10 @@ constexpr int64_t kMaxChunkBytes = 4 << 10;
 constexpr int kMaxBatchTokens = kWarps;
 // Simple protocol, combine: a block's shared memory for sums on their way out. Half of it holds
 // scales, if there are any.
-constexpr int kSendBufferBytes = 64 << 10;
+constexpr int kSendBufferBytes = 32 << 10;
+// And for rows on their way in: what its threads have in flight. Measured, two H200: 48 or 64 KiB
+// are no faster, and two blocks of 64 KiB in all find room on a GPU with 164.
+constexpr int kPlaceBytes = 32 << 10;
 
 // LL protocol: the most lines of a row that a lane moves at once.
 template <WireFormat kFormat>
@@ -89,10 +92,11 @@ struct Thresholds {
   int64_t local_send_quantized = 8;
   int64_t local_send = 3;
   // Simple protocol, two ranks: more for rows of up to so many bytes. Two H200 at 4096 tokens: 5/8
-  // for expert-major bf16 rows, 7/8 for rank-major rows up to 8 KiB.
+  // for expert-major bf16 rows. Of fp8 rows 205 of 264 blocks have five batches each: dispatch of
+  // DeepSeek-V3 takes 159, with 198 senders 167, with 256 163.
   int64_t simple_send = 625;
   int64_t simple_send_rank_major = 750;
-  int64_t simple_send_short_row = 125;
+  int64_t simple_send_short_row = 155;
   int64_t short_row_bytes = 8 << 10;
   // LL protocol, combine: up to so many chunks of one line (two ranks) or tokens, a lane moves one
   // line. Two lines from 35 tokens on, of 28 chunks each, take 13.1 at 48 tokens (14.6 with one up
@@ -133,13 +137,15 @@ struct Thresholds {
   int64_t combine_simple = 875;
   int64_t combine_simple_rank_major = 750;
   int64_t warp_bytes = 4 << 10;
-  // Simple protocol, combine, up to two ranks: own sums (see CombineLaunch) from so many tokens on.
+  // Expert-major, so many rows of a team share a release, and a team has two warps for rows of up
+  // to two times `warp_bytes`, four for longer ones. Two H200, combine of 4096 tokens: Qwen3-30B
+  // takes 75.7, with a release for each row 81.6, with four warps 79.7; DeepSeek-V3 206, with a
+  // release for each row 216, with two warps 217.
+  int64_t combine_rows_per_release = 2;
+  // Simple protocol, combine, one rank: own sums (see CombineLaunch) from so many tokens on.
   // Between one and one and a half items a warp they take longer. One H200, one rank, 7168: combine
   // of 1100 / 2048 / 4096 tokens takes 73.3 / 100 / 177 with them, and 63.8 / 109 / 194 without.
   int64_t combine_own_tokens = 1536;
-  // With own sums senders make only those that travel. Half of the blocks keep enough of them on
-  // the wire, by arithmetic: no pair of GPUs was at hand.
-  int64_t combine_simple_own = 500;
 };
 constexpr Thresholds kSm90{};
 
@@ -305,9 +311,17 @@ inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchAr
     int64_t more = wire_row_bytes(plan, args) <= at.short_row_bytes ? at.simple_send_short_row : 0;
     share = most * ((args.expert_major ? at.simple_send : at.simple_send_rank_major) + more) / 1000;
   }
-  // Without another rank senders write final rows. A block that counts and one that receives
-  // remain.
-  if (!lines && both_phases && plan.R == 1) share = std::max<int64_t>(most - 2, 1);
+  int64_t most_at_once =
+      launch.row_chunks ? std::max<int64_t>(kMaxBatchTokens / launch.row_chunks, 1) : 1;
+  if (!lines && both_phases && plan.R <= kLocalBoundRanks) {
+    // A block that counts and one that receives remain.
+    int64_t longest = std::max<int64_t>(most - 2, 1);
+    // Without another rank senders write final rows, and there is nothing else to do. With two,
+    // all have one batch rather than some a second one. Two H200, dispatch of 4096 tokens of
+    // Qwen3-30B: 69 with 256 senders, 75 with 198.
+    bool one_batch = T > share * most_at_once && T <= longest * most_at_once;
+    if (plan.R == 1 || (one_batch && !gpu.is_scarce(sms))) share = longest;
+  }
   senders =
       plan.dispatch_senders ? std::min(plan.dispatch_senders, most - 1) : std::min(senders, share);
   senders = args.send ? std::max<int64_t>(senders, 1) : 0;
@@ -318,7 +332,6 @@ inline DispatchLaunch dispatch_launch(const ExchangePlan& plan, const DispatchAr
   if (!args.receive) receivers = 0;
   if (senders && !lines) {
     // As many tokens as the warps of a block move at once, unless some blocks would have none.
-    int64_t most_at_once = std::max<int64_t>(kMaxBatchTokens / launch.row_chunks, 1);
     launch.batch_tokens = std::clamp<int64_t>(ceil_div(T, senders), 1, most_at_once);
     if (!plan.dispatch_senders) senders = std::min(senders, ceil_div(T, launch.batch_tokens));
   }
@@ -342,7 +355,8 @@ struct CombineLaunch {
   bool own;  // receivers make the sums for tokens of this rank, so that these do not travel
   int64_t blocks, threads, send_blocks;  // threads of a block
   int64_t team;                          // warps that send a row together (Simple)
-  int64_t shared_bytes;                  // dynamic, of a block
+  int64_t rows_per_release;  // of a team: their flags follow one release (Simple); at most 32
+  int64_t shared_bytes;      // dynamic, of a block
 };
 
 inline int combine_send_lines(const ExchangePlan& plan, const CombineArgs& args, int64_t row_bytes,
@@ -398,16 +412,20 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
   int64_t items = coarse ? 2 * T * num_chunks(row_bytes, lines) : 0;
   int64_t all_warps = sms * kWarps;
   bool own = coarse && (items <= all_warps || items * 2 > all_warps * 5);
-  if (!lines) own = local && both_phases && T >= at.combine_own_tokens;
+  // Beside another rank, a receiver that has made an own sum waits for the other's, and sends
+  // nothing meanwhile. Two H200, combine of 4096 tokens: Qwen3-30B takes 82 without own sums, 96
+  // with them; DeepSeek-V3 213 and 244.
+  if (!lines) own = local && both_phases && plan.R == 1 && T >= at.combine_own_tokens;
   // Slots whose sums this rank sends. Only the device knows how many it has received. The policy
   // assumes as many as the rank sends.
   int64_t num_slots = T * (plan.R - own);
   int64_t threads = threads_per_block(lines);
   int64_t warps = threads / 32;
-  int64_t shared_bytes = args.send ? kSendBufferBytes : 0;
+  int64_t shared_bytes = args.send ? kSendBufferBytes + kPlaceBytes : 0;
   int64_t most = both_phases ? gpu.resident_blocks(sms, lines, shared_bytes)
                              : gpu.phase_blocks(sms, args.receive);
   int64_t team = 4;
+  int64_t rows_per_release = 1;
   int64_t senders = num_slots;
   int64_t receivers = most;
   int64_t share = std::max<int64_t>(most * 3 / 4, 1);
@@ -427,7 +445,10 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
     if (rows_per_team > 64 || sums_dominate) team = 2;
     if (rows_per_team > 1 && plan.R == kLocalBoundRanks && !gpu.is_scarce(sms)) {
       share = most * (args.expert_major ? at.combine_simple : at.combine_simple_rank_major) / 1000;
-      if (own && args.expert_major) share = most * at.combine_simple_own / 1000;
+      if (args.expert_major && !traits.has_scales()) {
+        team = row_bytes <= 2 * at.warp_bytes ? 2 : 4;
+        rows_per_release = at.combine_rows_per_release;
+      }
       if (!args.expert_major) {
         team = 4;
         if (row_bytes <= 2 * at.warp_bytes) team = 2;
@@ -452,6 +473,7 @@ inline CombineLaunch combine_launch(const ExchangePlan& plan, const CombineArgs&
           .threads = threads,
           .send_blocks = senders,
           .team = team,
+          .rows_per_release = rows_per_release,
           .shared_bytes = shared_bytes};
 }
 
@@ -472,7 +494,7 @@ inline int64_t shared_bytes_per_block(const ExchangePlan& plan) {
   int64_t dispatch =
       dispatch_launch(plan, args, Gpu{.multiprocessors = 2, .major = 9, .shared_bytes = 0})
           .shared_bytes;
-  return std::max<int64_t>(dispatch, kSendBufferBytes) + kDeclaredSharedBytes;
+  return std::max<int64_t>(dispatch, kSendBufferBytes + kPlaceBytes) + kDeclaredSharedBytes;
 }
 
 }  // namespace epmoe

@@ -107,7 +107,7 @@ std::string layouts() {
                 notify_blocks, send_offset_entries, source_offset_entries, row_chunks, chunk_bytes,
                 batch_tokens, shared_bytes) +
          STRUCT(CombineLaunch, send_lines, coarse, own, blocks, threads, send_blocks, team,
-                shared_bytes) +
+                rows_per_release, shared_bytes) +
          BITS(CallShape, D4_less_1, aligned, K_less_1, dtype, expert_major, weight_rows, trains) +
          formats() +
          NUMBERS(Counter, kSanitisedRows, kPaddedRows, kOutOfRangeIds, kDuplicateIds,

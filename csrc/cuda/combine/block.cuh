@@ -10,6 +10,7 @@ struct CombineKernel {
   CombineArgs args;
   int32_t send_blocks;  // as in CombineLaunch, like the next fields
   int32_t team;
+  int32_t rows_per_release;
 };
 
 // One block at work on the round that dispatch left.

@@ -179,7 +179,11 @@ __global__ void __launch_bounds__(threads_per_block(Of::value.send_lines),
     WorkQueue queue(args.T, static_cast<int32_t>(args.D / kPerVector<T>), kernel.send_blocks,
                     kMaxChunkVectors);
     ok = queue.for_each(&round->recv_queue[kCombine], [&](int32_t t, int32_t chunk) {
-      bool here = sum_token<kOwn, kFormat, T>(b, t, chunk, queue.chunks, sending_ranks);
+      bool here = true;
+      if constexpr (kOwn)
+        sum_own_token<T>(b, t, chunk, queue.chunks, sending_ranks, buffers + kSendBufferBytes);
+      else
+        here = sum_token<kFormat, T>(b, t, chunk, queue.chunks, sending_ranks);
       if constexpr (kValues) here = here && (chunk || recv_values(b, t, sending_ranks));
       return here;
     });
@@ -250,7 +254,8 @@ cudaError_t combine(const Exchange& exchange, const CombineArgs& args, DType dty
   CombineLaunch policy = combine_launch(
       exchange.plan, args, dtype, {device.multiprocessors, device.major, device.shared_bytes});
   CombineKernel kernel{exchange, args, static_cast<int32_t>(policy.send_blocks),
-                       static_cast<int32_t>(policy.team)};
+                       static_cast<int32_t>(policy.team),
+                       static_cast<int32_t>(policy.rows_per_release)};
   auto* variant = variant_for(policy.send_lines, policy.coarse, policy.own,
                               exchange.plan.combine_format, dtype, args.row_values_N != nullptr);
   return launch(variant, policy.blocks, static_cast<int>(policy.threads), policy.shared_bytes,

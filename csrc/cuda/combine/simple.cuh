@@ -8,12 +8,123 @@
 namespace epmoe::cuda {
 
 constexpr int kVectorsInFlight = 2;  // vectors of a row that a thread sums at a time: a step
-// Of own sums: the same, and the pairs whose loads are in flight. One row of a token after another
-// would take longer, and more loads at once find no registers.
-constexpr int kOwnVectors = 1;
-constexpr int kOwnDepth = 4;
-constexpr int kSendStages = 4;  // steps of a team on their way through shared memory
-static_assert(kSendStages * kVectorsInFlight * kThreads * 16 == kSendBufferBytes);
+constexpr int kStepBytes = kVectorsInFlight * kThreads * 16;  // of all threads of a block
+constexpr int kSendStages = kSendBufferBytes / kStepBytes;    // steps of a team on their way out
+constexpr int kRowsInFlight = kPlaceBytes / kStepBytes;       // rows of which a thread loads a step
+
+// The sums of a thread's vectors over the rows of a slot's pairs. The vectors pass through shared
+// memory, into places of the thread's own: so it has more loads in flight than registers, from one
+// step to the next.
+template <typename T>
+struct RowSums {
+  static constexpr int kCount = kPerVector<T>;
+  const CombineBlock& b;
+  ReceivedPair pair;
+  uint32_t kept;            // pairs that have a row
+  int32_t begin, end;       // vectors of the row
+  int32_t threads, thread;  // that share a step
+  uint4* places;            // [kRowsInFlight, kVectorsInFlight, threads of the block]
+
+  __device__ __forceinline__ RowSums(const CombineBlock& b, ReceivedPair pair, int32_t begin,
+                                     int32_t end, int32_t threads, int32_t thread, char* places)
+      : b(b),
+        pair(pair),
+        kept(pair.kept()),
+        begin(begin),
+        end(end),
+        threads(threads),
+        thread(thread),
+        places(reinterpret_cast<uint4*>(places) + threadIdx.x) {}
+
+  __device__ __forceinline__ int32_t vector(int32_t base, int j) const {
+    return base + j * threads + thread;
+  }
+  __device__ __forceinline__ uint4* place(int32_t row, int j) const {
+    return places + (row * kVectorsInFlight + j) * kThreads;
+  }
+
+  // Calls step(base, sums) for each step of the row: sums[j] is that of vector `base` + j * threads
+  // + thread, where the thread has one. The pairs are added in their order.
+  template <typename F>
+  __device__ __forceinline__ void each_step(F&& step) const {
+    int32_t length = kVectorsInFlight * threads;
+    // The next row to load, and of which step.
+    int32_t base_ahead = begin;
+    uint32_t left_ahead = kept;
+    auto load = [&](int32_t at) {
+      if (base_ahead < end && kept) {
+        int64_t row = __shfl_sync(kAllLanes, pair.row, __ffs(left_ahead) - 1);
+        auto* from = reinterpret_cast<const uint4*>(static_cast<const char*>(b.args.rows) +
+                                                    row * b.args.rows_stride_bytes);
+#pragma unroll
+        for (int j = 0; j < kVectorsInFlight; ++j)
+          if (vector(base_ahead, j) < end) load_async(place(at, j), from + vector(base_ahead, j));
+        left_ahead &= left_ahead - 1;
+        if (!left_ahead) left_ahead = kept, base_ahead += length;
+      }
+      commit_loads();
+    };
+#pragma unroll
+    for (int i = 0; i < kRowsInFlight; ++i) load(i);
+    int32_t at = 0;
+#pragma unroll 1
+    for (int32_t base = begin; base < end; base += length) {
+      float sums[kVectorsInFlight][kCount] = {};
+#pragma unroll 1
+      for (uint32_t left = kept; left; left &= left - 1) {
+        float weight = __shfl_sync(kAllLanes, pair.weight, __ffs(left) - 1);
+        await_loads<kRowsInFlight - 1>();
+#pragma unroll
+        for (int j = 0; j < kVectorsInFlight; ++j)
+          if (vector(base, j) < end) add_weighted<T>(sums[j], *place(at, j), weight);
+        load(at);
+        at = at + 1 < kRowsInFlight ? at + 1 : 0;
+      }
+      step(base, sums);
+    }
+  }
+};
+
+// The sums that a team has sent, and whose flags are not published: a lane of its first warp each.
+struct Unsignaled {
+  Flag* flag;
+  int32_t count = 0;
+
+  // The first warp notes a sum that lane 0 has started to send.
+  __device__ __forceinline__ void add(Flag* of) {
+    if (threadIdx.x % 32 == count) flag = of;
+    ++count;
+  }
+  // The first warp waits until the sums have arrived, and publishes their flags by one release.
+  __device__ __forceinline__ void publish(uint32_t epoch) {
+    if (count == 0) return;
+    tma_wait_written<0>();
+    __syncwarp();
+    release_all();
+    if (static_cast<int32_t>(threadIdx.x % 32) < count) Flag::publish_released(flag, epoch);
+    count = 0;
+  }
+};
+
+// A thread writes its sums of a step, as they travel.
+template <WireFormat kFormat, typename Out, typename T, int kCount>
+__device__ __forceinline__ void write_step(const RowSums<T>& rows, int32_t base,
+                                           float (&sums)[kVectorsInFlight][kCount], Out* step,
+                                           float* scales) {
+#pragma unroll
+  for (int i = 0; i < kVectorsInFlight; ++i) {
+    int32_t v = rows.vector(base, i);
+    if constexpr (wire(kFormat).has_scales()) {
+      constexpr int kLanes = wire(kFormat).block / kCount;
+      float scale = block_scale<kCount, kLanes>(sums[i]);
+      if (v >= rows.end) continue;
+      step[v - base] = quantized<kFormat>(sums[i], scale);
+      if (v % kLanes == 0) scales[v / kLanes] = scale;
+    } else if (v < rows.end) {
+      step[v - base] = rounded<T>(sums[i]);
+    }
+  }
+}
 
 // A team sends one slot's weighted sum, or its partial row as it is, to the window of the slot's
 // source: it sums a step into shared memory and stores it from there by TMA. The scales of the row
@@ -24,7 +135,6 @@ __device__ __forceinline__ void send_slot(const CombineBlock& b, const WarpTeam&
                                           char* shared, int32_t& stored) {
   constexpr WireTraits kWire = wire(kFormat);
   constexpr int kCount = kPerVector<T>;
-  constexpr int kLanes = kWire.block / kCount;
   using Out =
       std::conditional_t<kWire.has_scales(), WireRegisters<kFormat, kCount>, Vector<T, kCount>>;
   static_assert(!kWire.has_scales() ||
@@ -34,32 +144,15 @@ __device__ __forceinline__ void send_slot(const CombineBlock& b, const WarpTeam&
   auto vectors = static_cast<int32_t>(b.args.D / kCount);
   auto* out = reinterpret_cast<Out*>(in_window<char>(b.ex, source, plan.combine_rows) +
                                      at * plan.combine_stride_bytes);
-  uint32_t kept = pair.kept();
   int32_t length = kVectorsInFlight * team.threads();
   bool first_warp = team.thread < 32;
   auto* scales = reinterpret_cast<float*>(shared + kSendBufferBytes / 2 +
                                           team.index * kWire.padded_scale_bytes(b.args.D));
-  for (int32_t base = 0; base < vectors; base += length, ++stored) {
-    int32_t v[kVectorsInFlight];
-    bool inside[kVectorsInFlight];
-    float sum[kVectorsInFlight][kCount];
-#pragma unroll
-    for (int i = 0; i < kVectorsInFlight; ++i)
-      v[i] = base + i * team.threads() + team.thread, inside[i] = v[i] < vectors;
-    sum_pairs<T, 2>(b, pair, kept, v, inside, sum, [] {});
+  RowSums<T> rows(b, pair, 0, vectors, team.threads(), team.thread, shared + kSendBufferBytes);
+  rows.each_step([&](int32_t base, float (&sums)[kVectorsInFlight][kCount]) {
     Out* step =
         reinterpret_cast<Out*>(shared) + (team.index * kSendStages + stored % kSendStages) * length;
-#pragma unroll
-    for (int i = 0; i < kVectorsInFlight; ++i) {
-      if constexpr (kWire.has_scales()) {
-        float scale = block_scale<kCount, kLanes>(sum[i]);
-        if (!inside[i]) continue;
-        step[v[i] - base] = quantized<kFormat>(sum[i], scale);
-        if (v[i] % kLanes == 0) scales[v[i] / kLanes] = scale;
-      } else if (inside[i]) {
-        step[v[i] - base] = rounded<T>(sum[i]);
-      }
-    }
+    write_step<kFormat, Out>(rows, base, sums, step, scales);
     fence_shared_for_tma();
     // After the barrier below, the team may overwrite the oldest step: its store has left shared
     // memory.
@@ -67,17 +160,16 @@ __device__ __forceinline__ void send_slot(const CombineBlock& b, const WarpTeam&
     team.sync();
     auto bytes = static_cast<int32_t>(min(length, vectors - base) * sizeof(Out));
     if (first_warp) tma_store(team.leads() ? out + base : nullptr, step, bytes);
-  }
+    ++stored;
+  });
   if (!first_warp) return;
   if constexpr (kWire.has_scales()) {
     float* to =
         in_window<float>(b.ex, source, plan.combine_scales) + at * plan.combine_scale_blocks;
     tma_store(team.leads() ? to : nullptr, scales, kWire.padded_scale_bytes(b.args.D));
   }
-  tma_wait_written<0>();
-  __syncwarp();
-  if (team.leads())
-    Flag::publish(in_window<Flag>(b.ex, source, plan.combine_flags) + at, b.wait.epoch);
+  // The team's next row writes over the scales.
+  if constexpr (kWire.has_scales()) tma_wait_read<0>();
 }
 
 // The n-th slot that the senders visit. kOwn: of the slots of other ranks alone.
@@ -102,28 +194,90 @@ __device__ __forceinline__ void send_slots(const CombineBlock& b, OutgoingSum ou
   int32_t teams = b.kernel.send_blocks * team.teams();
   int32_t num_slots = b.num_slots(false, b.plan.R - kOwn);
   int32_t stored = 0;
+  Unsignaled sums;
+  bool first_warp = team.thread < 32;
+  bool more = num_slots > teams;
+  // A slot's work hides the way of the next claim to memory and back, and that of the next pairs.
+  int32_t claimed = more && team.leads() ? claim(head) : 0;
   for (int32_t turn = 0; outgoing.item < num_slots; ++turn) {
-    int32_t claimed = 0;
-    bool more = num_slots > teams;
-    if (more && team.leads())
-      claimed = claim(head);  // this slot's work hides the claim's way to memory and back
-    if (turn) outgoing.read(b);
+    OutgoingSum ahead = outgoing;
+    if (more) {
+      if (team.leads()) {
+        next[turn % 2][team.index] = teams + claimed;
+        claimed = claim(head);
+      }
+      team.sync();
+      ahead = outgoing_slot<kOwn>(b, next[turn % 2][team.index]);
+      if (ahead.item < num_slots) ahead.read(b);
+    }
     auto [source, s] = outgoing.slot;
     if (s < b.count_R[source] && !b.is_ll(source)) {
-      if (kValues && team.thread < 32) send_values(b, outgoing.slot, outgoing.pair.row);
+      if (kValues && first_warp) send_values(b, outgoing.slot, outgoing.pair.row);
       send_slot<kFormat, T>(b, team, source, s, checked(b, outgoing.pair), shared, stored);
+      if (first_warp) {
+        sums.add(in_window<Flag>(b.ex, source, b.plan.combine_flags) + b.plan.rank * b.plan.M + s);
+        if (sums.count == b.kernel.rows_per_release) sums.publish(b.wait.epoch);
+      }
     }
     if (!more) break;
-    if (team.leads()) next[turn % 2][team.index] = teams + claimed;
-    team.sync();
-    outgoing = outgoing_slot<kOwn>(b, next[turn % 2][team.index]);
+    outgoing = ahead;
   }
+  if (first_warp) sums.publish(b.wait.epoch);
+}
+
+// A chunk of token t's row of y, of which a lane writes some vectors.
+template <typename T>
+struct OutputChunk {
+  Vector<T, kPerVector<T>>* y;
+  int32_t begin, end;  // vectors of the row
+
+  __device__ __forceinline__ OutputChunk(const CombineBlock& b, int32_t t, int32_t chunk,
+                                         int32_t chunks) {
+    y = reinterpret_cast<Vector<T, kPerVector<T>>*>(static_cast<T*>(b.args.y_TD) +
+                                                    int64_t{t} * b.args.D);
+    auto vectors = static_cast<int32_t>(b.args.D / kPerVector<T>);
+    begin = vectors * chunk / chunks;
+    end = vectors * (chunk + 1) / chunks;
+  }
+  // Writes a step from vector `base` on.
+  template <int kCount>
+  __device__ __forceinline__ void write(int32_t base,
+                                        float (&sums)[kVectorsInFlight][kCount]) const {
+#pragma unroll
+    for (int j = 0; j < kVectorsInFlight; ++j) {
+      int32_t v = base + j * 32 + static_cast<int32_t>(threadIdx.x % 32);
+      if (v < end) y[v] = rounded<T>(sums[j]);
+    }
+  }
+};
+
+// The same where there is no other rank: one warp makes the sum of a chunk itself.
+template <typename T>
+__device__ __forceinline__ void sum_own_token(const CombineBlock& b, int32_t t, int32_t chunk,
+                                              int32_t chunks, uint32_t sending_ranks,
+                                              char* places) {
+  constexpr int kCount = kPerVector<T>;
+  auto rank = static_cast<int32_t>(b.plan.rank);
+  int32_t slot = __shfl_sync(kAllLanes, slot_of_sum(b, t, sending_ranks), rank);
+  OutgoingSum own(b, {0, 0, {rank, slot}});
+  if (slot >= 0) own.read(b);
+  ReceivedPair pair = slot >= 0 ? checked(b, own.pair) : ReceivedPair{kForeign, 0.0f};
+  OutputChunk<T> out(b, t, chunk, chunks);
+  RowSums<T> rows(b, pair, out.begin, out.end, 32, threadIdx.x % 32, places);
+  rows.each_step([&](int32_t base, float (&sums)[kVectorsInFlight][kCount]) {
+  // As if the sum travelled: -0 becomes 0.
+#pragma unroll
+    for (int i = 0; i < kVectorsInFlight * kCount; ++i) {
+      float& value = sums[i / kCount][i % kCount];
+      value = 0.0f + to_float(from_float<T>(value));
+    }
+    out.write(base, sums);
+  });
 }
 
 // One warp writes a chunk of token t's row of y: it waits for the ranks that return a sum and adds
-// these in rank order. kOwn: it makes this rank's own sum itself, before it waits. Among up to two
-// ranks the order does not matter then.
-template <bool kOwn, WireFormat kFormat, typename T>
+// these in rank order.
+template <WireFormat kFormat, typename T>
 __device__ __forceinline__ bool sum_token(const CombineBlock& b, int32_t t, int32_t chunk,
                                           int32_t chunks, uint32_t sending_ranks) {
   constexpr int kCount = kPerVector<T>;
@@ -131,46 +285,20 @@ __device__ __forceinline__ bool sum_token(const CombineBlock& b, int32_t t, int3
   constexpr bool kScaled = wire(kFormat).has_scales();
   using Loaded = Registers<Vector<Wire, kCount>>;
   const ExchangePlan& plan = b.plan;
-  constexpr int kVectors = kOwn ? kOwnVectors : kVectorsInFlight;
+  constexpr int kVectors = kVectorsInFlight;
+  constexpr int kDepth = 2;  // ranks whose loads are in flight
   int32_t lane = threadIdx.x % 32;
   int32_t slot = slot_of_sum(b, t, sending_ranks);
   uint32_t ranks = __ballot_sync(kAllLanes, slot >= 0);
-  // This rank's own pairs of the token.
-  int32_t own_slot = -1;
-  if constexpr (kOwn) {
-    own_slot = __shfl_sync(kAllLanes, slot, static_cast<int32_t>(plan.rank));
-    ranks &= ~(1u << plan.rank);
-    if (lane == plan.rank) slot = -1;
-  }
-  OutgoingSum own(b, {0, 0, {static_cast<int32_t>(plan.rank), own_slot}});
-  if (kOwn && own_slot >= 0) own.read(b);
-  // Calls this once, before the first sum of another rank is read.
-  auto await = [&] {
-    auto* flags = in_window<Flag>(b.ex, plan.rank, plan.combine_flags) + lane * plan.M;
-    bool here = slot < 0 || b.wait.await(flags + slot, lane);
-    here = __all_sync(kAllLanes, here);
-    __syncwarp();  // what each lane has acquired holds for all
-    return here;
-  };
-  if (!kOwn && !await()) return false;
+  auto* flags = in_window<Flag>(b.ex, plan.rank, plan.combine_flags) + lane * plan.M;
+  bool here = slot < 0 || b.wait.await(flags + slot, lane);
+  if (!__all_sync(kAllLanes, here)) return false;
+  __syncwarp();  // what each lane has acquired holds for all
   auto* window = in_window<char>(b.ex, plan.rank, plan.combine_rows);
   auto* scales = in_window<float>(b.ex, plan.rank, plan.combine_scales);
-  auto* y =
-      reinterpret_cast<Vector<T, kCount>*>(static_cast<T*>(b.args.y_TD) + int64_t{t} * b.args.D);
-  auto vectors = static_cast<int32_t>(b.args.D / kCount);
-  int32_t begin = vectors * chunk / chunks;
-  int32_t end = vectors * (chunk + 1) / chunks;
-  constexpr int kDepth = kOwn ? 1 : 2;  // ranks whose loads are in flight
-  for (int32_t base = begin; base < end; base += 32 * kVectors) {
+  OutputChunk<T> out(b, t, chunk, chunks);
+  for (int32_t base = out.begin; base < out.end; base += 32 * kVectors) {
     float sum[kVectors][kCount] = {};
-    if constexpr (kOwn) {
-      int32_t v[kVectors];
-      bool inside[kVectors];
-#pragma unroll
-      for (int j = 0; j < kVectors; ++j) v[j] = base + j * 32 + lane, inside[j] = v[j] < end;
-      if (own_slot >= 0) sum_own<T, kOwnDepth>(b, own.pair, v, inside, sum, [] {});
-      if (base == begin && !await()) return false;
-    }
     for (uint32_t left = ranks; left;) {
       Loaded values[kDepth][kVectors];
       float scale[kDepth][kVectors];
@@ -186,9 +314,9 @@ __device__ __forceinline__ bool sum_token(const CombineBlock& b, int32_t t, int3
 #pragma unroll
         for (int j = 0; j < kVectors; ++j) {
           int32_t v = base + j * 32 + lane;
-          if (v < end) values[i][j] = __ldcg(row + v);
+          if (v < out.end) values[i][j] = __ldcg(row + v);
           if constexpr (kScaled)
-            if (v < end)
+            if (v < out.end)
               scale[i][j] = __ldcg(scales + at * plan.combine_scale_blocks +
                                    v * kCount / wire(kFormat).block);
         }
@@ -198,14 +326,12 @@ __device__ __forceinline__ bool sum_token(const CombineBlock& b, int32_t t, int3
         if (i >= count) break;
 #pragma unroll
         for (int j = 0; j < kVectors; ++j) {
-          if (base + j * 32 + lane >= end) continue;
+          if (base + j * 32 + lane >= out.end) continue;
           add_weighted<Wire>(sum[j], values[i][j], kScaled ? scale[i][j] : 1.0f);
         }
       }
     }
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j)
-      if (int32_t v = base + j * 32 + lane; v < end) y[v] = rounded<T>(sum[j]);
+    out.write(base, sum);
   }
   return true;
 }

@@ -113,4 +113,19 @@ __device__ __forceinline__ void tma_wait_read() {
 #endif
 }
 
+// A thread starts a copy of 16 bytes from global into shared memory. It waits for no other load.
+__device__ __forceinline__ void load_async(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from)
+               : "memory");
+}
+// The copies since the last call become a group, which may be empty.
+__device__ __forceinline__ void commit_loads() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Waits until all but the last kPending groups of this thread have arrived.
+template <int kPending>
+__device__ __forceinline__ void await_loads() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 }  // namespace epmoe::cuda

@@ -45,6 +45,9 @@ struct CallWords {
 // Simple protocol: normally `recv_ordinals[pair]` is the pair's ordinal within (source, expert).
 // With this bit set it is the final row index, and the sender has already written the row there.
 constexpr uint32_t kFinalRow = 1u << 31;
+// In a slot of the own rank, in place of its first pair's ordinal: the sender has written all rows,
+// and what combine needs of the pairs. No row has this index.
+constexpr int32_t kReceived = -2;
 
 // Whether dispatch quantizes rows of `Source`. void stands for rows that travel as they are: the
 // payload has no scales, or they come in its format, with their scales.

@@ -72,7 +72,7 @@ template <WireFormat kFormat>
 __device__ __noinline__ bool recv_simple_sources_too(const DispatchKernel& kernel,
                                                      DispatchShared& shared, uint32_t epoch) {
   DispatchBlock b(kernel, shared, epoch, kernel.args.to_caller);
-  return recv_rows<kFormat, false>(b);
+  return recv_rows<kFormat, false, false>(b);
 }
 template <WireFormat kFormat, bool kMultiplies>
 __device__ __noinline__ bool recv_ll_sources_too(const DispatchKernel& kernel,
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(threads_per_block(Of::value.recv_lines), Of::v
   if (ok) {
     if (receives && (!kLL || shared.simple_most_rows))
       ok = kLL ? recv_simple_sources_too<kFormat>(kernel, shared, b.wait.epoch)
-               : recv_rows<kFormat, kMultiplies>(b);
+               : recv_rows<kFormat, kMultiplies, true>(b);
     if (leader) write_offsets(b);
     if (kernel.args.expert_major && kernel.args.zero_gaps) zero_gaps(b);
     if (kVariant.trains && kernel.args.zero_tail) zero_tail(b);

@@ -117,12 +117,17 @@ struct PartCounter {
   __device__ __forceinline__ PartCounter(DispatchBlock& b, int32_t all_tokens)
       : b(b), parts(b, all_tokens), all_tokens(all_tokens), alone(parts.tokens == 0) {}
 
-  // The whole block counts this block's part and hands it out. Returns false if the round may not
-  // be opened.
+  // The whole block counts this block's part and hands it out. Warps have read the tokens of the
+  // first batch, a warp each. Returns false if the round may not be opened.
   __device__ __forceinline__ bool share() {
     int32_t begin = b.number * parts.tokens;
+    int32_t end = min(begin + parts.tokens, all_tokens);
     bool has_part = !alone && begin < all_tokens;
-    if (has_part) count_tokens<1>(b, begin, min(begin + parts.tokens, all_tokens));
+    bool is_batch = parts.tokens == b.kernel.batch_tokens;
+    auto warp = static_cast<int32_t>(threadIdx.x / 32);
+    if (has_part && !is_batch) count_tokens<1>(b, begin, end);
+    __syncwarp();  // what lane 0 knows of the token
+    if (has_part && is_batch && begin + warp < end) count_token_of_batch(b, warp);
     __syncthreads();
     if (!b.may_open()) return false;
     if (has_part) share_part(b, parts, b.number);

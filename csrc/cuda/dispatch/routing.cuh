@@ -91,6 +91,14 @@ __device__ __forceinline__ void read_token(DispatchBlock& b, int32_t t, int32_t 
   if (lane == 0) b.shared.ranks[n] = ranks;
 }
 
+// A warp that has read the n-th token of the batch adds it to the counts.
+__device__ __forceinline__ void count_token_of_batch(DispatchBlock& b, int32_t n) {
+  int32_t lane = threadIdx.x % 32;
+  int32_t p = b.shared.ids[n][lane];
+  if (p >= 0) atomicAdd(&b.count[p], 1);
+  if (b.shared.ranks[n] >> lane & 1u) atomicAdd(&b.shared.rank_count[lane], 1);
+}
+
 // One warp adds what is wrong with a token's pairs to the health counters. Once a token.
 __device__ __forceinline__ void count_health(const DispatchBlock& b, int64_t t) {
   int32_t lane = threadIdx.x % 32;

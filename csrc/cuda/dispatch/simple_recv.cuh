@@ -61,8 +61,6 @@ __device__ __forceinline__ bool recv_row(const DispatchBlock& b, int32_t r, int3
       in_window<float>(b.ex, plan.rank, plan.recv_scales) + slot * plan.scale_blocks;
   int64_t blocks = wire_scales(plan.payload_format, b.args.D);
   auto* row_scales = in_window<float>(b.ex, plan.rank, plan.row_scales);
-  // A sender has written all rows of its own rank.
-  if (pair.first_is_final && r == plan.rank) return true;
   if (pair.first_is_final) {
     int64_t first = __shfl_sync(kAllLanes, pair.row, __ffs(pairs) - 1);
     from = rows + first * vectors, scales_from = row_scales + first * blocks;
@@ -120,17 +118,59 @@ __device__ __forceinline__ bool recv_row(const DispatchBlock& b, int32_t r, int3
   return true;
 }
 
-// The blocks that receive move all rows of the Simple sources.
-template <WireFormat kFormat, bool kMultiplies>
+// Slots of the own rank that a warp looks at together: their senders have usually received them.
+constexpr int32_t kOwnSlots = 4;
+
+// Of kOwnSlots slots of this rank from slot `first` on: those that their senders have not received,
+// as a mask. Returns false if a flag has not come.
+__device__ __forceinline__ bool left_by_senders(const DispatchBlock& b, int32_t first,
+                                                uint32_t& left) {
+  const ExchangePlan& plan = b.plan;
+  auto rank = static_cast<int32_t>(plan.rank);
+  int32_t lane = threadIdx.x % 32;
+  int64_t slot = plan.rank * plan.M + first + lane;
+  bool inside = lane < kOwnSlots && first + lane < b.shared.rank_count[rank];
+  bool here =
+      !inside || b.wait.await(in_window<Flag>(b.ex, plan.rank, plan.recv_flags) + slot, rank);
+  if (!__all_sync(kAllLanes, here)) return false;
+  bool received = !inside || in_window<int32_t>(b.ex, plan.rank,
+                                                plan.recv_ordinals)[slot * plan.K] == kReceived;
+  left = __ballot_sync(kAllLanes, !received);
+  return true;
+}
+
+// The blocks that receive move all rows of the Simple sources. Slots of this rank, which kOwn says
+// to be one of them, come last: there is least to do.
+template <WireFormat kFormat, bool kMultiplies, bool kOwn>
 __device__ __forceinline__ bool recv_rows(DispatchBlock& b) {
-  WorkQueue queue(static_cast<int32_t>(b.plan.R) * b.shared.simple_most_rows,
-                  static_cast<int32_t>(b.kernel.row_bytes() / 16), b.kernel.sending_blocks(),
-                  kMaxChunkVectors);
+  auto rank = static_cast<int32_t>(b.plan.rank);
+  int32_t own_items = kOwn ? divided_up(b.shared.rank_count[rank], kOwnSlots) : 0;
+  int32_t others = static_cast<int32_t>(b.plan.R - 1) * b.shared.simple_most_rows;
+  WorkQueue queue(others + own_items, static_cast<int32_t>(b.kernel.row_bytes() / 16),
+                  b.kernel.sending_blocks(), kMaxChunkVectors);
   return queue.for_each(&b.wait.round->recv_queue[kDispatch], [&](int32_t n, int32_t chunk) {
-    auto [r, s] = slot_of(b.plan, n);
-    bool is_simple = !b.shared.ll_tokens[r];
-    return !is_simple || s >= b.shared.rank_count[r] ||
-           recv_row<kFormat, kMultiplies>(b, r, s, chunk, queue.chunks);
+    if constexpr (kOwn) {
+      Slot slot = slot_of<true>(b.plan, n);
+      uint32_t left = 1;  // slots from `slot` on, as a mask
+      if (n >= others) {
+        slot = {rank, (n - others) * kOwnSlots};
+        if (!left_by_senders(b, slot.s, left)) return false;
+      } else {
+        bool is_simple = !b.shared.ll_tokens[slot.source];
+        if (!is_simple || slot.s >= b.shared.rank_count[slot.source]) return true;
+      }
+#pragma unroll 1
+      for (; left; left &= left - 1) {
+        int32_t s = slot.s + __ffs(left) - 1;
+        if (!recv_row<kFormat, kMultiplies>(b, slot.source, s, chunk, queue.chunks)) return false;
+      }
+      return true;
+    } else {
+      auto [r, s] = slot_of<true>(b.plan, n);
+      bool is_simple = !b.shared.ll_tokens[r];
+      return !is_simple || s >= b.shared.rank_count[r] ||
+             recv_row<kFormat, kMultiplies>(b, r, s, chunk, queue.chunks);
+    }
   });
 }
 

@@ -15,6 +15,7 @@ struct BatchToken {
   // A pair a lane: its final row with kFinalRow, or its ordinal; -1 for none.
   int32_t row_or_ordinal;
   int32_t own_row;  // a pair a lane: its final row on this rank, if it is known; else -1
+  bool received;    // on this rank: own rows are known
   Destinations to;
 };
 
@@ -76,10 +77,11 @@ __device__ __forceinline__ BatchToken assign_slots(const DispatchBlock& b, int32
   }
   if (offsets_known) ordinal = row < 0 ? -1 : static_cast<int32_t>(row | kFinalRow);
   int32_t own_row = owner == plan.rank ? row : -1;
-  return {begin + n, n, ordinal, own_row, {slot, row_at, scales_at}};
+  return {begin + n, n, ordinal, own_row, offsets_known, {slot, row_at, scales_at}};
 }
 
-// One warp notes the slots of a token, for combine and for the flags, and sends its pairs.
+// One warp notes the slots of a token, for combine and for the flags, and sends its pairs. It
+// leaves those of this rank where combine finds them, once their rows are known.
 __device__ __forceinline__ void send_pairs_of_slots(DispatchBlock& b, const BatchToken& token) {
   const ExchangePlan& plan = b.plan;
   auto R = static_cast<int32_t>(plan.R);
@@ -93,9 +95,17 @@ __device__ __forceinline__ void send_pairs_of_slots(DispatchBlock& b, const Batc
     int32_t k = (base + lane) % K;
     int32_t slot = __shfl_sync(kAllLanes, token.to.slot, rank);
     int32_t row_or_ordinal = __shfl_sync(kAllLanes, token.row_or_ordinal, k);
+    int32_t own_row = __shfl_sync(kAllLanes, token.own_row, k);
     if (base + lane >= R * K || slot < 0) continue;
     int32_t id = b.shared.ids[token.n][k];
     int64_t pair = (plan.rank * plan.M + slot) * plan.K + k;
+    if (token.received && rank == plan.rank) {
+      in_scratch<int32_t>(b.ex, plan.row_of_pair)[pair] = own_row;
+      in_scratch<float>(b.ex, plan.pair_weights)[pair] =
+          combine_weight(b, own_row, b.shared.weights[token.n][k]);
+      if (k == 0) in_window<int32_t>(b.ex, rank, plan.recv_ordinals)[pair] = kReceived;
+      continue;
+    }
     in_window<int32_t>(b.ex, rank, plan.recv_ids)[pair] = id < 0 ? b.shared.sentinel[rank] : id;
     in_window<int32_t>(b.ex, rank, plan.recv_ordinals)[pair] = row_or_ordinal;
     in_window<float>(b.ex, rank, plan.recv_weights)[pair] = b.shared.weights[token.n][k];

@@ -101,8 +101,13 @@ struct WarpChunk {
     if (own_row >= 0)
       own = in_window<char>(b.ex, b.plan.rank, b.plan.rows) + own_row * b.kernel.row_bytes();
     constexpr int kShrinks = kPerByte<kFormat, Source>;
-    tma_store(row ? row + begin / kShrinks : nullptr, buffer, bytes / kShrinks);
-    tma_store(own ? own + begin / kShrinks : nullptr, buffer, bytes / kShrinks);
+    row = row ? row + begin / kShrinks : nullptr;
+    own = own ? own + begin / kShrinks : nullptr;
+    // A multiprocessor's copies leave one after the other. Half of the blocks store own rows first,
+    // so that these do not all wait for the wire.
+    bool own_first = R <= kLocalBoundRanks && b.number * 2 >= b.kernel.send_blocks;
+    tma_store(own_first ? own : row, buffer, bytes / kShrinks);
+    tma_store(own_first ? row : own, buffer, bytes / kShrinks);
     if constexpr (wire(kFormat).has_scales()) {
       constexpr int64_t kBlockBytes =
           wire(kFormat).row_bytes(wire(kFormat).block, 0) * kShrinks;  // of x

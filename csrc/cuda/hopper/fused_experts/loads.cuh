@@ -112,8 +112,15 @@ __device__ __forceinline__ void arrive_with_copies(uint64_t* mbarrier) {
                : "memory");
 }
 
-// Scales of a tile as one lane copies them: a number for each step along k of every 32nd row, and
-// of one of the four parts of its weights. What lies behind the rows stays as it is.
+// Where the factor of a row lies among those of a tile: a thread that adds reads four at once, of
+// two neighbours, and of those 8 rows further on.
+__device__ __forceinline__ int32_t place_of_factor(int32_t row) {
+  return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
+}
+
+// Scales of a tile as one lane copies them, or loads them a step ahead: a number for each step
+// along k of every 32nd row, and of one of the four parts of its weights. What lies behind the rows
+// stays as it is.
 template <typename T>
 class LaneScales {
  public:
@@ -130,24 +137,47 @@ class LaneScales {
   // Starts to copy those of the next step.
   __device__ __forceinline__ void copy_next(Shared<T>& shared, int32_t stage) {
     const float* from = of_row_;
-    float* to = &shared.token_scales[stage][lane_];
+    auto& scales = shared.scales[stage].apart;
+    float* to = &scales.of_rows[lane_];
 #pragma unroll 1
     for (int32_t token = lane_; token < count_; token += 32, from += next_row_, to += 32)
       copy_scale(to, from);
-    if (lane_ < 2 * kGroups)
-      copy_scale(&shared.weight_scales[stage][lane_ / 2][lane_ % 2], of_weights_);
+    if (lane_ < 2 * kGroups) copy_scale(&scales.of_weights[lane_ / 2][lane_ % 2], of_weights_);
     of_row_ += step_;
     ++of_weights_;
   }
 
+  // Starts to load those of the next step.
+  __device__ __forceinline__ void load_next() {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) rows_[i] = lane_ + 32 * i < count_ ? of_row_[i * next_row_] : 0;
+    weights_ = *of_weights_;
+    of_row_ += step_;
+    ++of_weights_;
+  }
+
+  // Writes the products of those that were loaded.
+  __device__ __forceinline__ void write_factors(Shared<T>& shared, int32_t stage) const {
+    const int32_t place = place_of_factor(lane_);
+#pragma unroll
+    for (int part = 0; part < 2 * kGroups; ++part) {
+      const float of_part = __shfl_sync(kAllLanes, weights_, part);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+        if (lane_ + 32 * i < count_)
+          shared.scales[stage].factors[part][place + 32 * i] = rows_[i] * of_part;
+    }
+  }
+
   // Where h has not come in time all sums become NaN, and so do the outputs.
   __device__ __forceinline__ void spoil(Shared<T>& shared, int32_t stage) const {
-    for (int32_t token = lane_; token < count_; token += 32)
-      shared.token_scales[stage][token] = NAN;
-    if (lane_ < 2 * kGroups) shared.weight_scales[stage][lane_ / 2][lane_ % 2] = NAN;
+    for (auto& factors : shared.scales[stage].factors)
+      for (int32_t token = lane_; token < kTokens; token += 32) factors[token] = NAN;
   }
 
  private:
+  static constexpr int kRows = kTokens / 32;
+
   // Of the weight rows of warpgroup lane / 2, gates or ups, or either half of its outputs.
   __device__ __forceinline__ const float* of_weights(const FewRowsArgs& args,
                                                      const Tile& tile) const {
@@ -169,6 +199,8 @@ class LaneScales {
   int64_t step_, next_row_;
   const float* of_row_;
   const float* of_weights_;
+  float rows_[kRows];
+  float weights_;
 };
 
 template <typename T>
@@ -179,9 +211,21 @@ __device__ __forceinline__ void load_scales(const FewRowsArgs& args, Shared<T>& 
     const Tile& tile = tiles.next();
     if (tile.expert == kNoTile) return;
     const bool spoilt = tile.down && shared.late;
+    const bool wide = tile.width >= kWideColumns;
     const int32_t end = ring.turn + tile.steps;
     LaneScales<T> scales(args, tile);
     tiles.done_as_warp();
+    if (wide && !spoilt) {
+      scales.load_next();
+#pragma unroll 1
+      for (; ring.turn < end; ++ring.turn) {
+        ring.wait_empty();
+        scales.write_factors(shared, ring.turn % T::kStages);
+        arrive(ring.filled());
+        if (ring.turn + 1 < end) scales.load_next();
+      }
+      continue;
+    }
 #pragma unroll 1
     for (; ring.turn < end; ++ring.turn) {
       ring.wait_empty();

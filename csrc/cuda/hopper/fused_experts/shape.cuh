@@ -120,15 +120,30 @@ __device__ __forceinline__ int32_t thread_of_tile() {
   return thread;
 }
 
+// Scales of a step along k: those of rows, and of the weights of each warpgroup's two sums. In a
+// wide tile their products, the factors of each of these sums.
+template <int kRows>
+union Scales {
+  struct {
+    float of_rows[kRows];
+    float of_weights[kGroups][2];
+  } apart;
+  float factors[2 * kGroups][kRows];
+};
+
+// A tile of so many columns is wide. There the threads that add would make each factor 16 times
+// anew, which costs as much as a third of adding; one warp makes them in front. In narrower tiles
+// memory decides, and copies that no thread waits for are faster.
+constexpr int kWideColumns = 96;
+
 template <typename T>
 struct Shared {
   char stages[T::kStages][kStageBytes];
   // Products of a tile, on their way out.
   char leaving[kLeavingBoxes][kLeavingBytes<T>];
-  // Of a stage: scales of rows, and of the weights of each warpgroup's two sums. bf16 has none, and
-  // an array has at least one element.
-  float token_scales[T::kScaled ? T::kStages : 1][T::kScaled ? kTokens : 1];
-  float weight_scales[T::kScaled ? T::kStages : 1][kGroups][2];
+  // Of a stage. Factors are read by 16 bytes, which all in front of them is a multiple of. bf16 has
+  // none, and an array has at least one element.
+  Scales<T::kScaled ? kTokens : 1> scales[T::kScaled ? T::kStages : 1];
   Tile queue[kQueue];
   uint64_t mbarriers[2 * T::kStages];
   // Of the places of the queue: a tile has been claimed, its rows or its h may be read, and all its

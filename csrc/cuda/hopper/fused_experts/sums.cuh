@@ -41,6 +41,24 @@ __device__ __forceinline__ void add_scaled(float (&sums)[kCount], const float (&
   }
 }
 
+// The same with factors. A thread reads four at once.
+template <int kCount>
+__device__ __forceinline__ void add_with_factors(float (&sums)[kCount], const float (&step)[kCount],
+                                                 const float* factors) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += 8) {
+    const float4 of_tokens = *reinterpret_cast<const float4*>(factors + 2 * i);
+    sums[i] = fmaf(of_tokens.x, step[i], sums[i]);
+    sums[i + 1] = fmaf(of_tokens.y, step[i + 1], sums[i + 1]);
+    sums[i + 2] = fmaf(of_tokens.x, step[i + 2], sums[i + 2]);
+    sums[i + 3] = fmaf(of_tokens.y, step[i + 3], sums[i + 3]);
+    sums[i + 4] = fmaf(of_tokens.z, step[i + 4], sums[i + 4]);
+    sums[i + 5] = fmaf(of_tokens.w, step[i + 5], sums[i + 5]);
+    sums[i + 6] = fmaf(of_tokens.z, step[i + 6], sums[i + 6]);
+    sums[i + 7] = fmaf(of_tokens.w, step[i + 7], sums[i + 7]);
+  }
+}
+
 // A warpgroup's sums: `first` of 64 gates and `second` of their ups, or of 64 outputs each.
 template <int kCount>
 __device__ __forceinline__ void sum_tile(const Tile& tile, const Shared<Fp8>& shared,
@@ -59,13 +77,21 @@ __device__ __forceinline__ void sum_tile(const Tile& tile, const Shared<Fp8>& sh
     const uint64_t first_weights = wgmma_operand(at + first_at);
     const uint64_t second_weights = wgmma_operand(at + first_at + to_second);
     const uint64_t tokens = wgmma_operand(at + kWeightBytes);
-    const float* token_scales = shared.token_scales[stage] + 2 * (threadIdx.x % 4);
-    const float2 weight_scales =
-        *reinterpret_cast<const float2*>(shared.weight_scales[stage][group]);
-    multiply_step(first_weights, tokens, step_sums);
-    add_scaled(first, step_sums, token_scales, weight_scales.x);
-    multiply_step(second_weights, tokens, step_sums);
-    add_scaled(second, step_sums, token_scales, weight_scales.y);
+    const auto& scales = shared.scales[stage];
+    if constexpr (2 * kCount >= kWideColumns) {
+      const float* factors = scales.factors[2 * group] + 4 * (threadIdx.x % 4);
+      multiply_step(first_weights, tokens, step_sums);
+      add_with_factors(first, step_sums, factors);
+      multiply_step(second_weights, tokens, step_sums);
+      add_with_factors(second, step_sums, factors + kTokens);
+    } else {
+      const float* token_scales = scales.apart.of_rows + 2 * (threadIdx.x % 4);
+      const float2 weight_scales = *reinterpret_cast<const float2*>(scales.apart.of_weights[group]);
+      multiply_step(first_weights, tokens, step_sums);
+      add_scaled(first, step_sums, token_scales, weight_scales.x);
+      multiply_step(second_weights, tokens, step_sums);
+      add_scaled(second, step_sums, token_scales, weight_scales.y);
+    }
     ++ring.turn;
     // All lanes have read their scales.
     __syncwarp();

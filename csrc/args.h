@@ -184,11 +184,12 @@ struct DequantizeArgs {
 };
 
 // The operator few_rows: the experts stage. Rows are fp8 with scales for kScaleBlock where weights
-// are fp8, else bf16.
+// are fp8, and in fused_experts where they are MXFP4; else bf16.
 struct FewRowsArgs {
   WeightFormat format;
   uint8_t token_tiles;  // of 8 rows of an expert, which share a reading of its weights
-  const void* rows_ND;  // contiguous
+  const void* rows_ND;
+  int64_t rows_stride;  // between rows: D, or more with weights in MXFP4 and rows in fp8
   const float* row_scales_NB;
   int64_t row_scales_stride;  // between rows
   const void* gate_up_e2FD;   // F gates, then F ups; or by turns
@@ -217,12 +218,14 @@ struct FewRowsArgs {
 // The operator fused_experts: the same stage in fp8 or bf16, in one kernel. Rows of an expert in a
 // tile, at most, and experts of a rank, whose table lies in shared memory.
 constexpr int64_t kFusedTokens = 128;
+constexpr int64_t kFusedMxfp4Tokens = 64;
 constexpr int64_t kFusedExperts = 1024;
 constexpr int64_t kFusedExpertsBf16 = 224;
 
 // A counter for claims, and one for each tile of rows: an expert's last tile may be smaller.
-constexpr EPMOE_HD int64_t fused_counters(int64_t N, int64_t num_local_experts) {
-  return 1 + N / kFusedTokens + num_local_experts;
+constexpr EPMOE_HD int64_t fused_counters(int64_t N, int64_t num_local_experts,
+                                          int64_t tile_rows = kFusedTokens) {
+  return 1 + N / tile_rows + num_local_experts;
 }
 
 // The operators hopper_gemm and hopper_gemm_weights: products of the rows of each expert, in bf16,

@@ -277,8 +277,8 @@ struct ExpertsCall {
   Tensor h, h_scales, out;
 };
 
-// Checks all tensors of a call. `by_blocks`: h in fp8 has a scale for each block of kScaleBlock,
-// else powers of two.
+// Checks all tensors of a call. Rows are fp8 with fp8 weights, and with MXFP4 where they have
+// scales. `by_blocks`: h in fp8 has a scale for each block of kScaleBlock, else powers of two.
 ExpertsCall experts_call(const Tensor& rows, const MaybeTensor& row_scales, const Tensor& gate_up,
                          const MaybeTensor& gate_up_scales, const MaybeTensor& gate_up_bias,
                          const Tensor& down, const MaybeTensor& down_scales,
@@ -287,18 +287,22 @@ ExpertsCall experts_call(const Tensor& rows, const MaybeTensor& row_scales, cons
                          double alpha, double up_offset, bool by_blocks) {
   Segments segments = segments_of(expert_offsets, tokens_per_expert);
   const bool packed = down.scalar_type() == ScalarType::Float4_e2m1fn_x2;
-  const bool fp8 = !packed && dtype_of(down) == DType::kFloat8E4M3;
+  const bool of_fp8 = !packed && dtype_of(down) == DType::kFloat8E4M3;
+  const bool fp8 = of_fp8 || (packed && row_scales.has_value());
   WeightFormat format = WeightFormat::kBf16;
   if (packed) format = down_scales ? packed_format(*down_scales) : WeightFormat::kMxfp4;
-  if (fp8) format = WeightFormat::kFp8;
+  if (of_fp8) format = WeightFormat::kFp8;
   int64_t N = rows.size(0);
   int64_t D = rows.size(1);
   int64_t F = down.size(2) * (packed ? 2 : 1);
   int64_t e = segments.num_local_experts;
   int64_t step = kScaleBlock / 2;
-  if (fp8) step = kScaleBlock;
+  if (of_fp8) step = kScaleBlock;
   if (packed) step = kMxfp4Group;  // 16 bytes, also of NVFP4
-  STD_TORCH_CHECK(rows.is_contiguous() && is_aligned(rows) &&
+  // TMA reads the rows of MXFP4, which may have a stride.
+  const bool whole_rows =
+      packed && fp8 ? rows.stride(1) == 1 && rows.stride(0) % 16 == 0 : rows.is_contiguous();
+  STD_TORCH_CHECK(whole_rows && is_aligned(rows) &&
                       dtype_of(rows) == (fp8 ? DType::kFloat8E4M3 : DType::kBFloat16),
                   "rows must be contiguous, aligned to 16 bytes, in float8_e4m3fn with such "
                   "weights, else bfloat16");
@@ -309,7 +313,7 @@ ExpertsCall experts_call(const Tensor& rows, const MaybeTensor& row_scales, cons
   if (fp8) {
     check_rows(*row_scales, "row_scales");
     STD_TORCH_CHECK(row_scales->scalar_type() == ScalarType::Float && row_scales->size(0) == N &&
-                        row_scales->size(1) == D / kScaleBlock,
+                        row_scales->size(1) == ceil_div(D, kScaleBlock),
                     "row_scales must be float32 [N, D / 128]");
   }
   Tensor h = empty_like_device(rows, {N, F}, rows.scalar_type());
@@ -322,6 +326,7 @@ ExpertsCall experts_call(const Tensor& rows, const MaybeTensor& row_scales, cons
       .format = format,
       .token_tiles = 0,
       .rows_ND = rows.data_ptr(),
+      .rows_stride = rows.stride(0),
       .row_scales_NB = fp8 ? static_cast<const float*>(row_scales->data_ptr()) : nullptr,
       .row_scales_stride = fp8 ? row_scales->stride(0) : 0,
       .gate_up_e2FD = gate_up.data_ptr(),
@@ -359,6 +364,7 @@ Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor&
                                   down_scales, down_bias, expert_offsets, tokens_per_expert,
                                   interleaved, limit, alpha, up_offset, token_tiles > 1);
   const bool packed = is_packed(call.args.format);
+  STD_TORCH_CHECK(!packed || !row_scales.has_value(), "rows must be bfloat16 with packed weights");
   STD_TORCH_CHECK(token_tiles == 1 || token_tiles == 4 || token_tiles == (packed ? 2 : 8),
                   "token_tiles must be 1 or 4, or 2 with MXFP4 and NVFP4, else 8");
   STD_TORCH_CHECK((call.args.format == WeightFormat::kNvfp4) == tensor_scales.has_value(),
@@ -373,16 +379,20 @@ Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor&
 // Launches the experts in one kernel.
 void launch_fused(const Tensor& rows, FewRowsArgs& args) {
   const int64_t e = args.segments.num_local_experts;
-  STD_TORCH_CHECK(!is_packed(args.format), "weights must be float8_e4m3fn or bfloat16");
-  const bool fp8 = args.format == WeightFormat::kFp8;
-  STD_TORCH_CHECK(e <= (fp8 ? kFusedExperts : kFusedExpertsBf16), "there are too many experts");
-  args.num_counters = fused_counters(args.N, e);
+  STD_TORCH_CHECK(args.format != WeightFormat::kNvfp4, "weights must not be NVFP4");
+  const bool packed = args.format == WeightFormat::kMxfp4;
+  STD_TORCH_CHECK(!packed || args.row_scales_NB, "rows must be float8_e4m3fn with MXFP4");
+  STD_TORCH_CHECK(!packed || (args.D | args.F) % (kScaleBlock / 2) == 0,
+                  "D and F must be multiples of 64 in MXFP4");
+  const bool bf16 = args.format == WeightFormat::kBf16;
+  STD_TORCH_CHECK(e <= (bf16 ? kFusedExpertsBf16 : kFusedExperts), "there are too many experts");
+  args.num_counters = fused_counters(args.N, e, packed ? kFusedMxfp4Tokens : kFusedTokens);
   // A tile's number is an int32.
   const int64_t tiles_of_rows = ceil_div(args.F, kScaleBlock) + ceil_div(args.D, kScaleBlock);
   STD_TORCH_CHECK(args.num_counters <= INT32_MAX / tiles_of_rows, "there are too many rows");
   Tensor counters = empty_like_device(rows, {args.num_counters}, ScalarType::Int);
   args.counters = static_cast<int32_t*>(counters.data_ptr());
-  launch(rows, args, &cuda::Api::fused_experts);
+  launch(rows, args, packed ? &cuda::Api::fused_experts_mxfp4 : &cuda::Api::fused_experts);
 }
 
 Tensor fused_experts(const Tensor& rows, const MaybeTensor& row_scales, const Tensor& gate_up,

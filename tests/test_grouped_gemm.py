@@ -292,6 +292,11 @@ def one_element_later(*weights: Tensor) -> list[Tensor]:
             "in bfloat16 or float8_e4m3fn, got torch.float4_e2m1fn_x2",
             {},
         ),
+        ("fused_experts_mxfp4", MXFP4, (1024, 192, 64), None, {}),
+        ("fused_experts_mxfp4", MXFP4, (1025, 64, 64), "at most 1024 experts, got 1025", {}),
+        ("fused_experts_mxfp4", MXFP4, (2, 192, 96), "multiples of 64", {}),
+        ("fused_experts_mxfp4", FP8, (2, 256, 256), "float4_e2m1fn_x2, got torch.float8", {}),
+        ("fused_experts_mxfp4", MXFP4, (2, 64, 64), "no kernel image", {"built": False}),
         ("hopper", BF16, (4, 24, 8), None, {}),
         ("hopper", BF16, (4, 24, 8), None, {"laid": transposed}),
         (
@@ -323,7 +328,7 @@ def test_what_a_gemm_takes(monkeypatch, gemm, dtype, sizes, problem, other):
     monkeypatch.setattr(module, "_problem_with_version", lambda fp8, device: None)
     # What is installed, which GPU it is, and whether kernels were built.
     built = None if other.get("built", True) else RuntimeError("CUDA: no kernel image")
-    for place in ("hopper", "few_rows_by_tma", "fused_experts"):
+    for place in ("hopper", "few_rows_by_tma", "fused_experts", "fused_experts_mxfp4"):
         monkeypatch.setattr(f"epmoe.local.gemm.{place}.problem_of_build", lambda device: built)
     # Whether it takes the weights, and why not.
     found = GEMMS[gemm].problem_with(*other.get("laid", lambda *weights: weights)(*weights))

@@ -24,15 +24,16 @@ E8M0 = torch.float8_e8m0fnu
 MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 # D and F: whole blocks of 128; a last block that is partly filled; gpt-oss's, in part.
 SIZES = [(256, 128), (160, 96), (192, 320)]
-# Error of a row, over its norm: h is bf16, or has three bits of fraction in a kernel for fp8.
-LIMIT = 0.02
+# Error of a row, over its norm. h is bf16; or fp8 in a kernel for GPUs, which
+# test_fused_experts_mxfp4.py compares with an h that is fp8, too.
+LIMIT = {"cpu": 0.02, "cuda": 0.06}
 
 
 def decoded(codes: Tensor, scales: Tensor) -> Tensor:
     """fp64 [e, n, k] of bytes [e, n, k/2], the low four bits first, and e8m0 [e, n, k/32]."""
     e, n, half = codes.shape
-    values = torch.empty(e, n, 2 * half, dtype=torch.float64)
-    signed = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], dtype=torch.float64)
+    values = codes.new_empty(e, n, 2 * half, dtype=torch.float64)
+    signed = values.new_tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)])
     values[..., ::2] = signed[(codes % 16).long()]
     values[..., 1::2] = signed[(codes // 16).long()]
     powers = 2.0 ** (scales.double() - 127)
@@ -135,6 +136,7 @@ class Rows:
 
 
 def errors(got: Tensor, want: Tensor) -> Tensor:
+    want = want.cpu()
     return (got.double().cpu() - want).norm(dim=1) / want.norm(dim=1)
 
 
@@ -145,7 +147,7 @@ def test_outputs_are_those_of_the_codes(device, sizes, gpt_oss, rows_per_expert)
     drawn = Drawn(sizes, gpt_oss)
     rows = Rows(sizes[0], device)
     got = rows.outputs(drawn.experts(device), rows_per_expert)
-    assert (errors(got, rows.wanted(drawn)) <= LIMIT).all()
+    assert (errors(got, rows.wanted(drawn)) <= LIMIT[device.type]).all()
 
 
 def test_a_row_depends_on_no_other_row(device):
@@ -195,4 +197,4 @@ def test_a_layer_whose_rows_travel_as_fp8(device, sizes, gpt_oss):
     for t in range(T):
         for expert, weight in zip(ids[t].tolist(), weights[t].double(), strict=True):
             want[t] += weight * drawn.outputs(values[t : t + 1], expert)[0]
-    assert (errors(y, want) <= LIMIT).all()
+    assert (errors(y, want) <= LIMIT[device.type]).all()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from epmoe.bench.layer_sides import (
+    OF_FP8_ROWS,
     Precision,
     WholeLayer,
     copy_bytes_per_us,
@@ -125,7 +126,7 @@ def _measure(
     group = job.group
     experts = random_experts(config, dist.get_rank(group), device, precision)
     results: list[Figures] = []
-    payload = Payload.FP8_OUT if precision is Precision.FP8 else Payload.PLAIN
+    payload = Payload.FP8_OUT if precision in OF_FP8_ROWS else Payload.PLAIN
     with ExpertParallel(payload.applied(config), group) as ep:
         for T in job.tokens:
             # Time epmoe's layer, its experts alone, and the layer without them. The layer is

@@ -62,6 +62,8 @@ class Precision(StrEnum):
     """
     MXFP4 = "MXFP4"
     """rows in the model's dtype, weights are MXFP4"""
+    MXFP4_BY_FP8 = "MXFP4, fp8 rows"
+    """dispatch quantizes rows, weights are MXFP4. combine carries the model's dtype"""
     NVFP4 = "NVFP4"
     """rows in the model's dtype, weights are NVFP4"""
 
@@ -70,8 +72,11 @@ class Precision(StrEnum):
 _FORMATS = {
     Precision.FP8: FP8_BLOCKS,
     Precision.MXFP4: MXFP4_GROUPS,
+    Precision.MXFP4_BY_FP8: MXFP4_GROUPS,
     Precision.NVFP4: NVFP4_GROUPS,
 }
+# Those whose rows travel as fp8.
+OF_FP8_ROWS = (Precision.FP8, Precision.MXFP4_BY_FP8)
 # The mean of the scales that `_fill_codes` draws in NVFP4.
 _MEAN_SCALE_OF_NVFP4 = 16.0
 
@@ -315,7 +320,8 @@ class WholeLayer(Side):
         y_SD = y_TD[self.sampled].float()
         error_S = (y_SD - self.expected_SD).norm(dim=1)
         norm_S = self.expected_SD.norm(dim=1)
-        limit = 0.1 if self.experts.is_fp8 else max(4 * torch.finfo(self.x_TD.dtype).eps, 1e-4)
+        is_coarse = self.experts.is_fp8 or self.ep.config.exchange.quantizes
+        limit = 0.1 if is_coarse else max(4 * torch.finfo(self.x_TD.dtype).eps, 1e-4)
         # A comparison with NaN is False, so NaN in y counts as an error.
         return bool((error_S <= limit * norm_S).all())
 

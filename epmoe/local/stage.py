@@ -128,7 +128,7 @@ class Stage(NamedTuple):
         Returns outputs [N, D]. On CPUs, rows behind the last segment are not computed. Raises
         ValueError if no GEMM takes the segments.
         """
-        gemm = self._gemm_for(segments, weights)
+        gemm = self._gemm_for(rows_ND, scales, segments, weights)
         N, D = rows_ND.shape
         # A rank without experts has nothing to compute.
         if not weights.down.shape[0]:
@@ -173,8 +173,10 @@ class Stage(NamedTuple):
             )
         return out_ND
 
-    def _gemm_for(self, segments: Segments, weights: Weights) -> Gemm:
-        """Find the first GEMM that takes a call with these segments and weights.
+    def _gemm_for(
+        self, rows_ND: Tensor, scales: Tensor | None, segments: Segments, weights: Weights
+    ) -> Gemm:
+        """Find the first GEMM that takes a call with these rows, segments and weights.
 
         Raises ValueError if there is none, since a GEMM that needs aligned segments would read
         wrong rows. Warns if the call is slow only because its segments are not aligned.
@@ -186,6 +188,8 @@ class Stage(NamedTuple):
                 continue
             if not gemm.takes(segments, self.most_rows.get(name, math.inf)):
                 aligned_would_be_fp8 |= gemm.takes_all_calls and gemm.takes_fp8
+                continue
+            if not gemm.takes_rows(rows_ND, scales):
                 continue
             # This GEMM dequantizes fp8 weights. With aligned segments another one would not.
             if aligned_would_be_fp8 and weights.down.dtype == FP8 and not gemm.takes_fp8:

@@ -11,8 +11,7 @@
 //   a warp claims ─▶ two warps load, by TMA ─▶ two warpgroups multiply ─▶ one writes h or outputs
 //
 // fused_experts/ has a file for each role: claims.cuh, loads.cuh, sums.cuh and writes.cuh.
-#include "cuda/device/launch.cuh"
-#include "cuda/hopper/fused_experts/loads.cuh"
+#include "cuda/hopper/fused_experts/launch.cuh"
 #include "cuda/hopper/fused_experts/sums.cuh"
 #include "cuda/hopper/fused_experts/writes.cuh"
 #include "cuda/stages.h"
@@ -28,7 +27,7 @@ using namespace fused;
 template <typename T, int kWidth = kTokenStep>
 __device__ __forceinline__ void multiply_tile(const Tile& tile, Shared<T>& shared, Stages<T>& ring,
                                               int32_t turn) {
-  if constexpr (kWidth < kTokens)
+  if constexpr (kWidth < T::kTokens)
     if (tile.width > kWidth) return multiply_tile<T, kWidth + kTokenStep>(tile, shared, ring, turn);
   float first[kWidth / 2] = {};
   float second[kWidth / 2] = {};
@@ -39,13 +38,13 @@ __device__ __forceinline__ void multiply_tile(const Tile& tile, Shared<T>& share
 #endif
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kThreads<T>, 1)
     fused_experts_kernel(const __grid_constant__ FewRowsArgs args,
                          const __grid_constant__ Maps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) char given[];
   auto& shared = *reinterpret_cast<Shared<T>*>(given);
-  Stages<T> ring(shared.stages[0], shared.mbarriers, kFilling<T>, kEmptying);
+  Stages<T> ring(shared.stages[0], shared.mbarriers, kFilling<T>, kEmptying<T>);
   if (threadIdx.x == 0) {
     for (int32_t i = 0; i < kQueue; ++i) {
       init_mbarrier(&shared.claimed[i], 1);
@@ -53,27 +52,27 @@ __global__ void __launch_bounds__(kThreads, 1)
       init_mbarrier(&shared.done[i], kUsers<T>);
     }
     init_mbarrier(&shared.wanted, 1);
-    init_mbarrier(&shared.summed, kMultipliers / 32);
+    init_mbarrier(&shared.summed, kMultipliers<T> / 32);
     init_mbarrier(&shared.taken, kWriters / 32);
     shared.late = false;
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  if (threadIdx.x == kMultipliers)
+  if (threadIdx.x == kMultipliers<T>)
     for (auto* map : {&maps.gates, &maps.ups, &maps.down, &maps.rows, &maps.h}) prefetch(*map);
   wait_for_predecessor();
   let_successor_start();
   // The first claim is on its way while the rows of experts are counted.
   int32_t first_claim = 0;
-  if (threadIdx.x == kClaimer) first_claim = claim(args);
+  if (threadIdx.x == kClaimer<T>) first_claim = claim(args);
   count_parts(args, shared);
-  if (threadIdx.x >= kMultipliers + kWarpgroup) {
+  if (threadIdx.x >= kMultipliers<T> + kWarpgroup) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kWriteRegisters));
     write_tiles(args, shared);
     return;
   }
-  if (threadIdx.x >= kMultipliers) {
+  if (threadIdx.x >= kMultipliers<T>) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kLoadRegisters));
-    const auto role = static_cast<Role>((threadIdx.x - kMultipliers) / 32);
+    const auto role = static_cast<Role>((threadIdx.x - kMultipliers<T>) / 32);
     const bool first_lane = threadIdx.x % 32 == 0;
     if (role == Role::kWeights && first_lane) load_weights(args, maps, shared, ring);
     if (role == Role::kRows && first_lane) load_rows(args, maps, shared, ring);
@@ -94,56 +93,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-// In front of the kernel. Where its last block clears them instead, few rows take longer. The
-// kernel's blocks get their place while this one still waits, and then wait for it.
-__global__ void clear_counters(const __grid_constant__ FewRowsArgs args) {
-  let_successor_start();
-  wait_for_predecessor();
-  const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (i < args.num_counters) args.counters[i] = 0;
-}
-
-template <typename T>
-cudaError_t describe_all(const FewRowsArgs& args, Maps& maps) {
-  constexpr int kBytes = static_cast<int>(sizeof(typename T::Element));
-  const int64_t e = args.segments.num_local_experts;
-  // Gates, and ups behind them: F lines further on, or one where they lie by turns.
-  auto* gates = static_cast<const typename T::Element*>(args.gate_up_e2FD);
-  const int64_t to_ups = (args.interleaved ? 1 : args.F) * args.D;
-  const Strides strides = {(args.interleaved ? 2 : 1) * args.D, 2 * args.F * args.D};
-  for (auto* map : {&maps.gates, &maps.ups}) {
-    const auto* at = gates + (map == &maps.ups ? to_ups : 0);
-    if (cudaError_t error = describe(*map, at, args.D, args.F, e, strides, kBoxRows, kBytes))
-      return error;
-  }
-  if (cudaError_t error = describe(maps.down, args.down_eDF, args.F, args.D, e, kBoxRows, kBytes))
-    return error;
-  if (cudaError_t error = describe(maps.rows, args.rows_ND, args.D, args.N, 1, kTokenStep, kBytes))
-    return error;
-  return describe(maps.h, args.h_NF, args.F, args.N, 1, kTokenStep, kBytes);
-}
-
-template <typename T>
-cudaError_t launch_of(const FewRowsArgs& args, const Device& device, cudaStream_t stream) {
-  Maps maps;
-  if (cudaError_t error = describe_all<T>(args, maps)) return error;
-  return launch(fused_experts_kernel<T>, device.multiprocessors, kThreads,
-                Shared<T>::bytes(args.segments.num_local_experts), stream, args, maps);
-}
-
 }  // namespace
 
 cudaError_t fused_experts(const FewRowsArgs& args, cudaStream_t stream) {
-  constexpr int kThreadsToClear = 256;
-  if (args.N == 0 || args.segments.num_local_experts == 0) return cudaSuccess;
-  Device device;
-  if (cudaError_t error = current_device(device)) return error;
-  if (device.major != 9) return cudaErrorNoKernelImageForDevice;  // nothing was compiled for sm_90a
-  if (cudaError_t error = launch(clear_counters, ceil_div(args.num_counters, kThreadsToClear),
-                                 kThreadsToClear, 0, stream, args))
-    return error;
-  return args.format == WeightFormat::kFp8 ? launch_of<Fp8>(args, device, stream)
-                                           : launch_of<Bf16>(args, device, stream);
+  return args.format == WeightFormat::kFp8
+             ? launch_experts<Fp8>(fused_experts_kernel<Fp8>, args, stream)
+             : launch_experts<Bf16>(fused_experts_kernel<Bf16>, args, stream);
 }
 
 }  // namespace epmoe::cuda

@@ -222,16 +222,16 @@ def operands_of(
         rows.contiguous(),
         scales,
         weights.gate_up,
-        _contiguous(weights.gate_up_scales),
-        _contiguous(weights.gate_up_bias),
+        contiguous(weights.gate_up_scales),
+        contiguous(weights.gate_up_bias),
         weights.down,
-        _contiguous(weights.down_scales),
-        _contiguous(weights.down_bias),
+        contiguous(weights.down_scales),
+        contiguous(weights.down_bias),
         segments.offsets,
         segments.tokens,
         *weights.gating,
     )
 
 
-def _contiguous(value: Tensor | None) -> Tensor | None:
+def contiguous(value: Tensor | None) -> Tensor | None:
     return None if value is None else value.contiguous()

@@ -240,6 +240,10 @@ class Gemm(ABC):
         """
         return segments.alignment % self.block == 0
 
+    def takes_rows(self, rows: Tensor, scales: Tensor | None) -> bool:
+        """Whether this GEMM takes a call with such rows, which are fp8 if there are scales."""
+        return True
+
     def trains(self, gate_up: Tensor, down: Tensor) -> bool:
         """Whether this GEMM can compute calls with gradients for these weights.
 

@@ -12,6 +12,7 @@ from epmoe.local.gemm.deep_gemm import DeepGemm
 from epmoe.local.gemm.few_rows import FewRows, FewRowsOfMxfp4
 from epmoe.local.gemm.few_rows_by_tma import FewRowsByTma, InvariantFewRows
 from epmoe.local.gemm.fused_experts import FusedExperts
+from epmoe.local.gemm.fused_experts_mxfp4 import FusedExpertsOfMxfp4
 from epmoe.local.gemm.gemm import Gemm
 from epmoe.local.gemm.hopper import Hopper
 from epmoe.local.gemm.loop import Loop
@@ -23,6 +24,7 @@ GEMMS: dict[str, Gemm] = {
     gemm.name: gemm
     for gemm in (
         FewRows(),
+        FusedExpertsOfMxfp4(),
         FewRowsOfMxfp4(),
         FewRowsByTma(),
         InvariantFewRows(),

@@ -24,10 +24,10 @@ __device__ __forceinline__ void count_parts(const FewRowsArgs& args, Shared<T>& 
   const int32_t e = args.segments.num_local_experts;
   const auto most = static_cast<int32_t>(args.num_counters - kWritten);
   int32_t* first = shared.first;
-  for (int32_t i = threadIdx.x; i < e; i += kThreads) {
+  for (int32_t i = threadIdx.x; i < e; i += kThreads<T>) {
     const SegmentRows rows = rows_of_expert(args.segments, args.N, i);
     shared.rows(e)[i] = rows;
-    first[i] = min(ceil_of(rows.count, kTokens), most);
+    first[i] = min(ceil_of(rows.count, T::kTokens), most);
   }
   __syncthreads();
   const int32_t lane = threadIdx.x;
@@ -44,10 +44,14 @@ __device__ __forceinline__ void count_parts(const FewRowsArgs& args, Shared<T>& 
   __syncthreads();
 }
 
-// Tiles of h side by side. In fp8 none is in part behind the end of h.
+// Whether D and F are multiples of 128, so that no tile and no step is in part behind the end.
+template <typename T>
+constexpr bool kWhole = T::kScaled && !T::kPacked;
+
+// Tiles of h side by side.
 template <typename T>
 __device__ __forceinline__ int32_t h_tiles(int32_t F) {
-  return T::kScaled ? F / kHColumns : ceil_of(F, kHColumns);
+  return kWhole<T> ? F / kHColumns : ceil_of(F, kHColumns);
 }
 
 // The tile of a number. Tiles of the same weights follow one another.
@@ -70,7 +74,7 @@ __device__ __forceinline__ Tile tile_of(const FewRowsArgs& args, Shared<T>& shar
   const int32_t parts = first[expert + 1] - first[expert];
   // Tiles of an expert that has too many rows for one have as many each.
   const SegmentRows rows = shared.rows(e)[expert];
-  const int32_t each = ceil_of(rows.count, ceil_of(rows.count, kTokens));
+  const int32_t each = ceil_of(rows.count, ceil_of(rows.count, T::kTokens));
   const int32_t step = ceil_of(each, kTokenStep) * kTokenStep;
   const int32_t before = in_expert % parts * step;
   const int32_t count = min(rows.count - before, step);
@@ -80,7 +84,7 @@ __device__ __forceinline__ Tile tile_of(const FewRowsArgs& args, Shared<T>& shar
           .width = ceil_of(count, kTokenStep) * kTokenStep,
           .column = in_expert / parts * columns,
           .part = first[expert] + in_expert % parts,
-          .steps = (down ? F : D) / kStep<T>,
+          .steps = T::kPacked ? ceil_of(down ? F : D, kStep<T>) : (down ? F : D) / kStep<T>,
           .down = down};
 }
 

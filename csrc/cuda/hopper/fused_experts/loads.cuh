@@ -89,11 +89,12 @@ __device__ __forceinline__ void load_rows(const FewRowsArgs& args, const Maps& m
     for (int32_t k = 0; k < end; k += kStep<T>, ++ring.turn) {
       if (k == wanted_at) arrive(&shared.wanted);
       ring.wait_empty();
-      expect_bytes(ring.filled(), width * kLineBytes);
+      uint64_t* filled = ring.filled();
+      if constexpr (T::kPacked) filled = &shared.more.arrived[ring.turn % T::kStages];
+      expect_bytes(filled, width * kLineBytes);
 #pragma unroll 1
       for (int32_t line = 0; line < width; line += kTokenStep)
-        load_box(map, ring.stage() + kWeightBytes + line * kLineBytes, ring.filled(), k, row + line,
-                 0);
+        load_box(map, ring.stage() + kWeightBytes<T> + line * kLineBytes, filled, k, row + line, 0);
     }
     tiles.done();
   }
@@ -118,9 +119,12 @@ __device__ __forceinline__ int32_t place_of_factor(int32_t row) {
   return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
 }
 
+// Of a step's weights in fp8: each warpgroup's two sums have one.
+constexpr int kWeightScales = 2 * Fp8::kGroups;
+
 // Scales of a tile as one lane copies them, or loads them a step ahead: a number for each step
-// along k of every 32nd row, and of one of the four parts of its weights. What lies behind the rows
-// stays as it is.
+// along k of every 32nd row, and in fp8 of one of the four parts of its weights. What lies behind
+// the rows stays as it is.
 template <typename T>
 class LaneScales {
  public:
@@ -131,7 +135,7 @@ class LaneScales {
     step_ = tile.down ? args.h_scales_stride : 1;
     next_row_ = 32 * row_stride;
     of_row_ = of_rows + (tile.row + lane_) * row_stride;
-    of_weights_ = of_weights(args, tile);
+    if constexpr (!T::kPacked) of_weights_ = of_weights(args, tile);
   }
 
   // Starts to copy those of the next step.
@@ -142,9 +146,10 @@ class LaneScales {
 #pragma unroll 1
     for (int32_t token = lane_; token < count_; token += 32, from += next_row_, to += 32)
       copy_scale(to, from);
-    if (lane_ < 2 * kGroups) copy_scale(&scales.of_weights[lane_ / 2][lane_ % 2], of_weights_);
+    if constexpr (!T::kPacked)
+      if (lane_ < kWeightScales) copy_scale(&scales.of_weights[lane_ / 2][lane_ % 2], of_weights_);
     of_row_ += step_;
-    ++of_weights_;
+    if constexpr (!T::kPacked) ++of_weights_;
   }
 
   // Starts to load those of the next step.
@@ -160,7 +165,7 @@ class LaneScales {
   __device__ __forceinline__ void write_factors(Shared<T>& shared, int32_t stage) const {
     const int32_t place = place_of_factor(lane_);
 #pragma unroll
-    for (int part = 0; part < 2 * kGroups; ++part) {
+    for (int part = 0; part < kWeightScales; ++part) {
       const float of_part = __shfl_sync(kAllLanes, weights_, part);
 #pragma unroll
       for (int i = 0; i < kRows; ++i)
@@ -172,16 +177,16 @@ class LaneScales {
   // Where h has not come in time all sums become NaN, and so do the outputs.
   __device__ __forceinline__ void spoil(Shared<T>& shared, int32_t stage) const {
     for (auto& factors : shared.scales[stage].factors)
-      for (int32_t token = lane_; token < kTokens; token += 32) factors[token] = NAN;
+      for (int32_t token = lane_; token < T::kTokens; token += 32) factors[token] = NAN;
   }
 
  private:
-  static constexpr int kRows = kTokens / 32;
+  static constexpr int kRows = T::kTokens / 32;
 
   // Of the weight rows of warpgroup lane / 2, gates or ups, or either half of its outputs.
   __device__ __forceinline__ const float* of_weights(const FewRowsArgs& args,
                                                      const Tile& tile) const {
-    const int32_t group = lane_ / 2 % kGroups;
+    const int32_t group = lane_ / 2 % (kWeightScales / 2);
     const int32_t D = static_cast<int32_t>(args.D / kScaleBlock);
     const int32_t F = static_cast<int32_t>(args.F / kScaleBlock);
     const int32_t block = tile.column / static_cast<int32_t>(kScaleBlock);
@@ -211,21 +216,23 @@ __device__ __forceinline__ void load_scales(const FewRowsArgs& args, Shared<T>& 
     const Tile& tile = tiles.next();
     if (tile.expert == kNoTile) return;
     const bool spoilt = tile.down && shared.late;
-    const bool wide = tile.width >= kWideColumns;
     const int32_t end = ring.turn + tile.steps;
     LaneScales<T> scales(args, tile);
+    // MXFP4 has no wide tiles.
+    const bool wide = !T::kPacked && tile.width >= kWideColumns;
     tiles.done_as_warp();
-    if (wide && !spoilt) {
-      scales.load_next();
+    if constexpr (!T::kPacked)
+      if (wide && !spoilt) {
+        scales.load_next();
 #pragma unroll 1
-      for (; ring.turn < end; ++ring.turn) {
-        ring.wait_empty();
-        scales.write_factors(shared, ring.turn % T::kStages);
-        arrive(ring.filled());
-        if (ring.turn + 1 < end) scales.load_next();
+        for (; ring.turn < end; ++ring.turn) {
+          ring.wait_empty();
+          scales.write_factors(shared, ring.turn % T::kStages);
+          arrive(ring.filled());
+          if (ring.turn + 1 < end) scales.load_next();
+        }
+        continue;
       }
-      continue;
-    }
 #pragma unroll 1
     for (; ring.turn < end; ++ring.turn) {
       ring.wait_empty();

@@ -13,9 +13,30 @@ namespace epmoe::cuda::fused {
 struct Fp8 {
   using Element = uint8_t;
   static constexpr bool kScaled = true;
+  // Weights are codes of half a byte.
+  static constexpr bool kPacked = false;
+  // Rows of an expert in a tile, at most. More leave no registers: two sums of a thread, of half as
+  // many columns each, and sums of one block of k.
+  static constexpr int kTokens = static_cast<int>(kFusedTokens);
+  // Warpgroups that multiply.
+  static constexpr int kGroups = 2;
   static constexpr int kStages = 3;
   // Rows of a tile whose products leave at once: all of them.
-  static constexpr int kLeavingTokens = static_cast<int>(kFusedTokens);
+  static constexpr int kLeavingTokens = kTokens;
+  static constexpr int64_t kMostExperts = kFusedExperts;
+};
+
+// Weights in MXFP4, rows and h in fp8.
+struct Mxfp4 {
+  using Element = uint8_t;  // of rows and h
+  static constexpr bool kScaled = true;
+  static constexpr bool kPacked = true;
+  // Widened weights and sums of a scale take registers, too.
+  static constexpr int kTokens = static_cast<int>(kFusedMxfp4Tokens);
+  // Each widens a quarter of the weights: while one waits for its products, others widen.
+  static constexpr int kGroups = 4;
+  static constexpr int kStages = 6;
+  static constexpr int kLeavingTokens = kTokens;
   static constexpr int64_t kMostExperts = kFusedExperts;
 };
 
@@ -23,11 +44,15 @@ struct Fp8 {
 struct Bf16 {
   using Element = __nv_bfloat16;
   static constexpr bool kScaled = false;
+  static constexpr bool kPacked = false;
+  // Tiles of 144 to 176 rows, which leave room for three stages only, were slower.
+  static constexpr int kTokens = static_cast<int>(kFusedTokens);
+  static constexpr int kGroups = 2;
   // A step takes half as long as in fp8, where sums are scaled. With three stages loads came too
   // late, which cost up to 18 % with many rows.
   static constexpr int kStages = 4;
   // Half of the rows leave, then the others: so there is room for the fourth stage.
-  static constexpr int kLeavingTokens = static_cast<int>(kFusedTokens) / 2;
+  static constexpr int kLeavingTokens = kTokens / 2;
   static constexpr int64_t kMostExperts = kFusedExpertsBf16;
 };
 
@@ -39,10 +64,6 @@ constexpr int kWeightRows = 256;
 constexpr int kHColumns = static_cast<int>(kScaleBlock);
 // Outputs in a tile.
 constexpr int kOutputs = kWeightRows;
-// Rows of an expert in a tile, at most. In fp8 more leave no registers: two sums of a thread, of
-// half as many columns each, and sums of one block of k. In bf16 tiles of 144 to 176 rows, which
-// leave room for three stages only, were slower.
-constexpr int kTokens = static_cast<int>(kFusedTokens);
 // A tile's rows are rounded up to a multiple of it, which is also the lines of a box.
 constexpr int kTokenStep = 16;
 // Weight rows in a box.
@@ -50,48 +71,76 @@ constexpr int kBoxRows = 128;
 // Elements along k in a step: a line. In fp8 they share a scale.
 template <typename T>
 constexpr int kStep = kLineBytes / static_cast<int>(sizeof(typename T::Element));
-static_assert(kStep<Fp8> == kScaleBlock);
+static_assert(kStep<Fp8> == kScaleBlock && kStep<Mxfp4> == kScaleBlock);
+// Bytes of a weight row in a step.
+template <typename T>
+constexpr int kWeightLineBytes = T::kPacked ? kLineBytes / 2 : kLineBytes;
 
 // --- The block ---
 
-// Warpgroups that multiply, each 128 of the weight rows.
-constexpr int kGroups = 2;
-constexpr int kMultipliers = kGroups * kWarpgroup;
+// Threads that multiply: each warpgroup has as many of the weight rows.
+template <typename T>
+constexpr int kMultipliers = T::kGroups * kWarpgroup;
 // A warpgroup loads, one role a warp.
 enum class Role { kWeights, kRows, kScales, kClaims };
 // The thread that claims tiles.
-constexpr int kClaimer = kMultipliers + 32 * static_cast<int>(Role::kClaims);
+template <typename T>
+constexpr int kClaimer = kMultipliers<T> + 32 * static_cast<int>(Role::kClaims);
 // The last warpgroup writes what the others have summed, while they go on.
 constexpr int kWriters = kWarpgroup;
-constexpr int kThreads = kMultipliers + kWarpgroup + kWriters;
+template <typename T>
+constexpr int kThreads = kMultipliers<T> + kWarpgroup + kWriters;
 // Registers of a thread that loads, writes or multiplies: together all that a block gets.
 constexpr int kLoadRegisters = 40;
 constexpr int kWriteRegisters = 56;
 constexpr int kMathRegisters = 208;
-static_assert(kLoadRegisters + kWriteRegisters + kGroups * kMathRegisters <= 4 * 128);
+static_assert(kLoadRegisters + kWriteRegisters + Fp8::kGroups * kMathRegisters <= 4 * 128);
 
 // --- Shared memory ---
 
-constexpr int kWeightBytes = kWeightRows * kLineBytes;
-constexpr int kStageBytes = kWeightBytes + kTokens * kLineBytes;
 template <typename T>
-using Stages = Ring<T::kStages, kStageBytes>;
-// Who fills a stage: the thread that loads weights, the one that loads rows, and each lane of the
-// warp that loads scales.
+constexpr int kWeightBytes = kWeightRows * kWeightLineBytes<T>;
+template <typename T>
+constexpr int kStageBytes = kWeightBytes<T> + T::kTokens * kLineBytes;
+template <typename T>
+using Stages = Ring<T::kStages, kStageBytes<T>>;
+// Who fills a stage: the thread that loads weights, the one that loads rows, in MXFP4 the one that
+// brings them into order instead, and each lane of the warp that loads scales of rows.
 template <typename T>
 constexpr int kFilling = 1 + 1 + (T::kScaled ? 32 : 0);
-constexpr int kEmptying = kMultipliers / 32;
+template <typename T>
+constexpr int kEmptying = kMultipliers<T> / 32;
 // Places for tiles on their way from the warp that claims. One keeps its place while it is
 // multiplied, since warps that multiply have no registers for it.
 constexpr int kQueue = 4;
 // Who uses a tile: the warps that load, those that multiply, and those that write.
 template <typename T>
-constexpr int kUsers = (T::kScaled ? 3 : 2) + kMultipliers / 32 + kWriters / 32;
-// Boxes of a tile's products in bf16, of 64 columns each: of a warpgroup its first sums, then its
-// second ones.
+constexpr int kUsers = (T::kScaled ? 3 : 2) + kMultipliers<T> / 32 + kWriters / 32;
+// Boxes of a tile's products in bf16, of 64 columns each: of 64 gates and of their ups by turns, or
+// of outputs.
 template <typename T>
 constexpr int kLeavingBytes = T::kLeavingTokens * kLineBytes;
-constexpr int kLeavingBoxes = 2 * kGroups;
+constexpr int kLeavingBoxes = kWeightRows / 64;
+
+// --- Scales of weights in MXFP4 ---
+
+// Columns that share a scale, and such groups in a step along k.
+constexpr int kGroup = static_cast<int>(kMxfp4Group);
+constexpr int kGroupsOfStep = static_cast<int>(kScaleBlock) / kGroup;
+// The order in which codes are widened, and rows lie: of each group the even columns, then the odd
+// ones. These select them of eight.
+constexpr uint32_t kEvens = 0x6420;
+constexpr uint32_t kOdds = 0x7531;
+// Steps whose scales are loaded together: 16 bytes of each row. Rows start at any byte, so a window
+// has the two aligned pieces of 16 bytes that hold them.
+constexpr int kBatchSteps = 4;
+constexpr int kPieceBytes = 16;
+constexpr int kWindowBytes = 2 * kPieceBytes;
+constexpr int kWindowsBytes = kWeightRows * kWindowBytes;
+constexpr int kScaleStages = 3;
+using ScaleStages = Ring<kScaleStages, kWindowsBytes>;
+
+// --- A tile on its way ---
 
 struct Tile {
   int32_t expert;  // kNoTile behind the last tile
@@ -108,7 +157,7 @@ constexpr int32_t kNoTile = -1;
 // How often a tile's products leave, beyond once.
 template <typename T>
 __device__ __forceinline__ int32_t further_turns(const Tile& tile) {
-  return T::kLeavingTokens < kTokens ? (tile.width - 1) / T::kLeavingTokens : 0;
+  return T::kLeavingTokens < T::kTokens ? (tile.width - 1) / T::kLeavingTokens : 0;
 }
 
 // threadIdx.x, read anew for each tile. What the compiler derives from a value that stays the same
@@ -120,15 +169,17 @@ __device__ __forceinline__ int32_t thread_of_tile() {
   return thread;
 }
 
-// Scales of a step along k: those of rows, and of the weights of each warpgroup's two sums. In a
-// wide tile their products, the factors of each of these sums.
-template <int kRows>
+// Scales of a step along k: those of rows, and in fp8 of the weights of each warpgroup's two sums.
+// In a wide tile of fp8 there are their products instead, the factors of each of these sums.
+template <typename T>
 union Scales {
+  // bf16 has none, and an array has at least one element.
+  static constexpr int kRows = T::kScaled ? T::kTokens : 1;
   struct {
     float of_rows[kRows];
-    float of_weights[kGroups][2];
+    float of_weights[Fp8::kGroups][2];
   } apart;
-  float factors[2 * kGroups][kRows];
+  float factors[T::kPacked ? 1 : 2 * Fp8::kGroups][kRows];
 };
 
 // A tile of so many columns is wide. There the threads that add would make each factor 16 times
@@ -136,14 +187,24 @@ union Scales {
 // memory decides, and copies that no thread waits for are faster.
 constexpr int kWideColumns = 96;
 
+// What MXFP4 adds.
+template <typename T>
+struct MoreShared {};
+template <>
+struct MoreShared<Mxfp4> {
+  alignas(16) char windows[kScaleStages][kWindowsBytes];
+  uint64_t mbarriers[2 * kScaleStages];
+  // Of stages: rows have arrived, not yet in order.
+  uint64_t arrived[Mxfp4::kStages];
+};
+
 template <typename T>
 struct Shared {
-  char stages[T::kStages][kStageBytes];
+  char stages[T::kStages][kStageBytes<T>];
   // Products of a tile, on their way out.
   char leaving[kLeavingBoxes][kLeavingBytes<T>];
-  // Of a stage. Factors are read by 16 bytes, which all in front of them is a multiple of. bf16 has
-  // none, and an array has at least one element.
-  Scales<T::kScaled ? kTokens : 1> scales[T::kScaled ? T::kStages : 1];
+  // Of a stage. Factors are read by 16 bytes, which all in front of them is a multiple of.
+  Scales<T> scales[T::kScaled ? T::kStages : 1];
   Tile queue[kQueue];
   uint64_t mbarriers[2 * T::kStages];
   // Of the places of the queue: a tile has been claimed, its rows or its h may be read, and all its
@@ -158,6 +219,7 @@ struct Shared {
   uint64_t wanted;
   // This block has waited for h in vain.
   bool late;
+  [[no_unique_address]] MoreShared<T> more;
   // Tiles of rows before each expert, e + 1 of them; and behind them the rows of each expert.
   int32_t first[];
 
@@ -174,5 +236,6 @@ struct Shared {
 constexpr int64_t kMostSharedBytes = 227 << 10;
 static_assert(Shared<Fp8>::bytes(Fp8::kMostExperts) <= kMostSharedBytes);
 static_assert(Shared<Bf16>::bytes(Bf16::kMostExperts) <= kMostSharedBytes);
+static_assert(Shared<Mxfp4>::bytes(Mxfp4::kMostExperts) <= kMostSharedBytes);
 
 }  // namespace epmoe::cuda::fused

@@ -76,14 +76,14 @@ __device__ __forceinline__ void sum_tile(const Tile& tile, const Shared<Fp8>& sh
     const uint32_t at = ring.stage();
     const uint64_t first_weights = wgmma_operand(at + first_at);
     const uint64_t second_weights = wgmma_operand(at + first_at + to_second);
-    const uint64_t tokens = wgmma_operand(at + kWeightBytes);
+    const uint64_t tokens = wgmma_operand(at + kWeightBytes<Fp8>);
     const auto& scales = shared.scales[stage];
     if constexpr (2 * kCount >= kWideColumns) {
       const float* factors = scales.factors[2 * group] + 4 * (threadIdx.x % 4);
       multiply_step(first_weights, tokens, step_sums);
       add_with_factors(first, step_sums, factors);
       multiply_step(second_weights, tokens, step_sums);
-      add_with_factors(second, step_sums, factors + kTokens);
+      add_with_factors(second, step_sums, factors + Fp8::kTokens);
     } else {
       const float* token_scales = scales.apart.of_rows + 2 * (threadIdx.x % 4);
       const float2 weight_scales = *reinterpret_cast<const float2*>(scales.apart.of_weights[group]);
@@ -111,7 +111,7 @@ __device__ __forceinline__ void sum_tile(const Tile& tile, const Shared<Bf16>&, 
   ring.multiply(tile.steps, [&](uint32_t stage) {
     const uint64_t first_weights = wgmma_operand(stage + first_at);
     const uint64_t second_weights = wgmma_operand(stage + first_at + to_second);
-    const uint64_t tokens = wgmma_operand(stage + kWeightBytes);
+    const uint64_t tokens = wgmma_operand(stage + kWeightBytes<Bf16>);
 #pragma unroll
     for (int k = 0; k < kLineBytes / kUnit; k += kProductBytes / kUnit)
       wgmma<Factors::kAlong>(first, first_weights + k, tokens + k);

@@ -20,7 +20,7 @@ constexpr int kLanesOfBox = kLineBytes / static_cast<int>(sizeof(Columns8));
 // It is read anew where it is needed, since writing threads have few registers.
 template <typename T>
 __device__ __forceinline__ int32_t end_of(const Tile& tile, int32_t from) {
-  if constexpr (T::kLeavingTokens == kTokens) return tile.count;
+  if constexpr (T::kLeavingTokens == T::kTokens) return tile.count;
   return min(from + T::kLeavingTokens, tile.count);
 }
 
@@ -43,6 +43,16 @@ __device__ __forceinline__ void keep(const FewRowsArgs& args, int64_t row, int64
   *reinterpret_cast<Columns8*>(to + 2 * column + kColumnsOfLane) = pairs[1];
 }
 
+// Eight columns of h in the order of codes.
+__device__ __forceinline__ void store_ordered(uint8_t* row, int64_t column,
+                                              const Fp8Registers<kColumnsOfLane>& eight) {
+  uint32_t fours[2];
+  memcpy(fours, &eight, sizeof fours);
+  auto* out = reinterpret_cast<uint32_t*>(row + column / kGroup * kGroup + column % kGroup / 2);
+  out[0] = __byte_perm(fours[0], fours[1], kEvens);
+  out[kGroup / 2 / sizeof(uint32_t)] = __byte_perm(fours[0], fours[1], kOdds);
+}
+
 // Gates and ups become h, and in fp8 half a warp finds the scale of a token's 128 columns. The bias
 // is added to rounded products, as where an expert has many rows.
 template <typename T>
@@ -54,14 +64,15 @@ __device__ __forceinline__ void write_h(const FewRowsArgs& args, const Tile& til
   const int64_t column = tile.column + kColumnsOfLane * lane;
   const char* gates = shared.leaving[lane / kLanesOfBox * 2];
   const char* ups = gates + kLeavingBytes<T>;
-  // The last tile of h in bf16 may be wider than what is left of it.
-  if (!T::kScaled && column >= args.F) return;
+  // The last tile of h may be wider than what is left of it.
+  const bool inside = kWhole<T> || column < args.F;
+  if (!T::kScaled && !inside) return;
   auto* out = static_cast<typename T::Element*>(args.h_NF) + tile.row * args.F + column;
   [[maybe_unused]] float* scales =
       args.h_scales_BN + column / kScaleBlock * args.h_scales_stride + tile.row;
   using Pairs = GatesAndUps<__nv_bfloat16, kColumnsOfLane, false>;
   Pairs bias(Columns8{}, Columns8{});
-  if (args.gate_up_bias)
+  if (args.gate_up_bias && inside)
     bias = Pairs(static_cast<const __nv_bfloat16*>(args.gate_up_bias) + tile.expert * 2 * args.F,
                  args.interleaved, args.F, column, kColumnsOfLane);
   // The lanes of a warp stay together, since they share shuffles.
@@ -82,8 +93,12 @@ __device__ __forceinline__ void write_h(const FewRowsArgs& args, const Tile& til
     for (int i = 0; i < kColumnsOfLane; ++i) h[i] = gated_fast(gate[i], up[i], args.gating);
     if constexpr (T::kScaled) {
       const float scale = block_scale<kColumnsOfLane, kLanes>(h);
-      if (token >= end_of<T>(tile, from_row)) continue;
-      *reinterpret_cast<Fp8Registers<kColumnsOfLane>*>(out + token * args.F) = to_fp8(h, scale);
+      if (token >= end_of<T>(tile, from_row) || !inside) continue;
+      const auto h8 = to_fp8(h, scale);
+      if constexpr (T::kPacked)
+        store_ordered(static_cast<uint8_t*>(args.h_NF) + (tile.row + token) * args.F, column, h8);
+      else
+        *reinterpret_cast<Fp8Registers<kColumnsOfLane>*>(out + token * args.F) = h8;
       if (lane == 0) scales[token] = scale;
     } else {
       if (token >= end_of<T>(tile, from_row)) continue;
@@ -238,7 +253,7 @@ __device__ __forceinline__ void write_tiles(const FewRowsArgs& args, Shared<T>& 
     const Tile& tile = tiles.next();
     if (tile.expert == kNoTile) return;
     write_rows(args, tile, shared, turn, 0);
-    if constexpr (T::kLeavingTokens < kTokens)
+    if constexpr (T::kLeavingTokens < T::kTokens)
       for (int32_t from_row = T::kLeavingTokens; from_row < tile.width;
            from_row += T::kLeavingTokens)
         write_rows(args, tile, shared, ++turn, from_row);

@@ -1,0 +1,78 @@
+"""The experts stage for calls whose rows are fp8 and whose weights are MXFP4.
+
+One kernel of epmoe computes the whole stage with the tensor cores of fp8. Codes become e4m3 on
+their way into the tensor cores, and e4m3 has all of their values. So a call reads half the bytes of
+fp8 weights. The file of the kernel, `fused_experts_mxfp4` in csrc/cuda/hopper, explains how it
+works.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from epmoe.local.gemm.few_rows import contiguous, problem_with_weights
+from epmoe.local.gemm.gemm import Gemm, Segments, Weights
+from epmoe.local.gemm.hopper import problem_of_build
+from epmoe.native import ops
+from epmoe.native.arguments import MXFP4
+
+# The number that must divide D and F.
+_STEPS = {MXFP4: 64}
+# The most experts of a rank. Their table lies in shared memory.
+_MOST_EXPERTS = 1024
+# TMA reads rows that start at multiples of so many bytes.
+_STRIDE_BYTES = 16
+
+
+class FusedExpertsOfMxfp4(Gemm):
+    """epmoe's kernel for the whole stage with MXFP4 weights and fp8 rows, on GPUs of compute
+    capability 9.0.
+    """
+
+    name = "fused_experts_mxfp4"
+    needs_gpu = True
+    takes_all_calls = False
+    takes_adapters = False
+
+    def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
+        """See `Gemm.problem_with`."""
+        problem = problem_with_weights(
+            "the kernel of all experts in MXFP4",
+            gate_up,
+            down,
+            steps=_STEPS,
+            most_experts=_MOST_EXPERTS,
+        )
+        return problem or problem_of_build(down.device)
+
+    def takes_rows(self, rows: Tensor, scales: Tensor | None) -> bool:
+        """See `Gemm.takes_rows`. Rows may have a stride that TMA can read.
+
+        Rows without scales are bf16. They are also bf16 between the products then, which takes
+        another kernel.
+        """
+        if scales is None or rows.stride(1) != 1:
+            return False
+        return rows.stride(0) % _STRIDE_BYTES == 0 and rows.data_ptr() % _STRIDE_BYTES == 0
+
+    def experts(
+        self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments
+    ) -> Tensor:
+        """Compute the outputs by one kernel.
+
+        Between the two products the rows are fp8, with a scale for each 128 columns.
+        """
+        out: Tensor = ops.fused_experts(
+            rows,
+            scales,
+            weights.gate_up,
+            contiguous(weights.gate_up_scales),
+            contiguous(weights.gate_up_bias),
+            weights.down,
+            contiguous(weights.down_scales),
+            contiguous(weights.down_bias),
+            segments.offsets,
+            segments.tokens,
+            *weights.gating,
+        )
+        return out

@@ -26,8 +26,9 @@ COUNTS = [1, 0, 8, 9, 3, 0, 17, 100]  # rows of each expert
 # D and F: whole blocks of 128; a last block that is partly filled; gpt-oss's.
 SIZES = [(512, 256), (192, 320), (2880, 2880)]
 # Errors of rows, over their norms: the largest and the mean. What lies between the products has
-# three bits of fraction, and the order of sums changes some of these numbers. Outputs are bf16.
-LIMIT = 0.05
+# three bits of fraction, and the order of sums changes some of these numbers. With 64 columns of h
+# one of them may be an eighth of a row's norm. Outputs are bf16.
+LIMIT = 0.1
 MEAN = 0.006
 ON_BOTH = pytest.mark.parametrize("gpt_oss", [False, True])
 
@@ -261,5 +262,7 @@ def test_which_calls_take_the_kernel():
     assert not gemm.takes_rows(plain, None)
     assert gemm.takes_rows(rows, scales) and gemm.takes_rows(rows[:, :64], scales)
     assert not gemm.takes_rows(torch.zeros(4, 72).to(FP8), scales)
-    assert gemm.takes(Segments(torch.zeros(3), None, 1, None))
+    for rows_per_expert, takes in ((None, True), (1.0, True), (96.0, True), (97.0, False)):
+        segments = Segments(torch.zeros(3), None, 1, rows_per_expert)
+        assert gemm.takes(segments, gemm.most_rows(plain, plain)) is takes
     assert KERNEL not in CHOICES

@@ -311,7 +311,7 @@ def one_element_later(*weights: Tensor) -> list[Tensor]:
         ("hopper", BF16, (4, 48, 16), "contiguous weights", {"laid": strided}),
         ("hopper", BF16, (4, 24, 8), "compute capability 9, got 10", {"capability": 10}),
         ("hopper", MXFP4, (4, 192, 64), None, {}),
-        ("hopper", MXFP4, (4, 192, 96), "MXFP4 weights of multiples of 64", {}),
+        ("hopper", MXFP4, (4, 192, 96), "4-bit weights of multiples of 64", {}),
         ("hopper", MXFP4, (4, 384, 128), "contiguous weights", {"laid": strided}),
     ],
 )

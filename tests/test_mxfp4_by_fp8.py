@@ -44,12 +44,12 @@ def decoded(codes: Tensor, scales: Tensor) -> Tensor:
 def as_fp8(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rows [N, k] in e4m3, a scale for each 128 of a row, and their product in fp64."""
     N, k = rows.shape
-    blocks = torch.nn.functional.pad(rows.float(), (0, -k % 128)).view(N, -1, 128)
+    blocks = torch.nn.functional.pad(rows.float(), (0, -k % 128)).view(N, -(-k // 128), 128)
     scales = blocks.abs().amax(2) / 448
     scales[scales == 0] = 1
     quantized = (blocks / scales[..., None]).to(FP8)
     values = quantized.double() * scales[..., None].double()
-    return quantized.view(N, -1)[:, :k], scales, values.view(N, -1)[:, :k]
+    return quantized.flatten(1)[:, :k], scales, values.flatten(1)[:, :k]
 
 
 class Drawn:

@@ -189,7 +189,7 @@ class Stage(NamedTuple):
             if not gemm.takes(segments, self.most_rows.get(name, math.inf)):
                 aligned_would_be_fp8 |= gemm.takes_all_calls and gemm.takes_fp8
                 continue
-            if not gemm.takes_rows(rows_ND, scales):
+            if not (gemm.takes_all_rows or gemm.takes_rows(rows_ND, scales)):
                 continue
             # This GEMM dequantizes fp8 weights. With aligned segments another one would not.
             if aligned_would_be_fp8 and weights.down.dtype == FP8 and not gemm.takes_fp8:

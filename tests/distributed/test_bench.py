@@ -236,15 +236,13 @@ def test_peers_of_a_layer(make, size):
         f"torch TP, {how} {torch.__version__}" for how in ("all-reduce", "all-gather")
     )
     measured = ["epmoe, torch", "own 1", *tensor_parallel]
-    assert (
-        [(r["tokens"], r["precision"], r["side"]) for r in report.results]
-        == [
-            (T, p, side)
-            for T in (0, 16)
-            for p in ("plain", "fp8", "MXFP4", "NVFP4")  # no peer takes the last two
-            for side in measured[: len(measured) if T and p in ("plain", "fp8") else 1]
-        ]
-    )
+    assert [(r["tokens"], r["precision"], r["side"]) for r in report.results] == [
+        (T, p, side)
+        for T in (0, 16)
+        # No peer takes the last three.
+        for p in ("plain", "fp8", "MXFP4", "MXFP4, fp8 rows", "NVFP4")
+        for side in measured[: len(measured) if T and p in ("plain", "fp8") else 1]
+    ]
     assert all(r["floor"] > 0 for r in report.results if r["tokens"])
     assert "the weighted sum" in report.left_out["wrong 1, fp8"]
     assert report.left_out["DeepGEMM MegaMoE"].startswith("needs sgl-deep-gemm")
@@ -269,7 +267,7 @@ def test_layers_with_copies_of_experts(make, monkeypatch, size, folder):
     config = make(COPIES, dtype="bfloat16", intermediate_size=128)
     report = layer.run(Job(config, TOKENS, 2, advance=lambda: steps.append(None), log=lines.append))
     # A line and a row for each precision and T.
-    precisions = ("plain", "fp8", "MXFP4", "NVFP4")
+    precisions = ("plain", "fp8", "MXFP4", "MXFP4, fp8 rows", "NVFP4")
     assert report.benchmark == "layer" and len(steps) == len(TOKENS) * len(Precision)
     assert report.left_out == {"plain, DeepGEMM": "DeepGEMM is for GPUs"}
     assert [line.partition(":")[0] for line in lines] == [

@@ -210,6 +210,8 @@ class Gemm(ABC):
     """Whether `takes` depends on the alignment only. If adapters may add, too, users can choose the
     GEMM by its name.
     """
+    takes_all_rows: ClassVar[bool] = True
+    """Whether it takes rows with and without scales. Otherwise calls ask `takes_rows`."""
     takes_fp8: ClassVar[bool] = False
     """Whether it can multiply fp8 rows by fp8 weights. Otherwise it dequantizes them."""
     takes_tensor_scales: ClassVar[bool] = False

@@ -217,21 +217,28 @@ def operands_of(
     elif weights.down.dtype != FP8:
         rows = plain_rows((rows, scales), product_dtype(weights.down))
         scales = None
+    return operands_with(weights, rows.contiguous(), scales, segments)
+
+
+def operands_with(
+    weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments
+) -> tuple[object, ...]:
+    """The same with rows as they are."""
     # The weights are contiguous, since `problem_with` refuses others. Scales and biases may not be.
     return (
-        rows.contiguous(),
+        rows,
         scales,
         weights.gate_up,
-        contiguous(weights.gate_up_scales),
-        contiguous(weights.gate_up_bias),
+        _contiguous(weights.gate_up_scales),
+        _contiguous(weights.gate_up_bias),
         weights.down,
-        contiguous(weights.down_scales),
-        contiguous(weights.down_bias),
+        _contiguous(weights.down_scales),
+        _contiguous(weights.down_bias),
         segments.offsets,
         segments.tokens,
         *weights.gating,
     )
 
 
-def contiguous(value: Tensor | None) -> Tensor | None:
+def _contiguous(value: Tensor | None) -> Tensor | None:
     return None if value is None else value.contiguous()

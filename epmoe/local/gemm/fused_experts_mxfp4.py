@@ -12,7 +12,7 @@ import math
 
 from torch import Tensor
 
-from epmoe.local.gemm.few_rows import contiguous, problem_with_weights
+from epmoe.local.gemm.few_rows import operands_with, problem_with_weights
 from epmoe.local.gemm.gemm import Gemm, Segments, Weights
 from epmoe.local.gemm.hopper import problem_of_build
 from epmoe.native import ops
@@ -77,17 +77,5 @@ class FusedExpertsOfMxfp4(Gemm):
 
         Between the two products the rows are fp8, with a scale for each 128 columns.
         """
-        out: Tensor = ops.fused_experts(
-            rows,
-            scales,
-            weights.gate_up,
-            contiguous(weights.gate_up_scales),
-            contiguous(weights.gate_up_bias),
-            weights.down,
-            contiguous(weights.down_scales),
-            contiguous(weights.down_bias),
-            segments.offsets,
-            segments.tokens,
-            *weights.gating,
-        )
+        out: Tensor = ops.fused_experts(*operands_with(weights, rows, scales, segments))
         return out

@@ -5,6 +5,7 @@ epmoe's, and in a layer whose rows travel as fp8.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -101,17 +102,27 @@ class Drawn:
 
 
 class Rows:
-    """Rows of segments in fp8, with NaN in gaps, behind the last, and behind each row."""
+    """Rows of segments, in fp8 or bf16, with NaN in gaps, behind the last, and behind each row."""
 
-    def __init__(self, D: int, device: torch.device) -> None:
-        starts, offsets, tokens = segments(COUNTS)
+    def __init__(
+        self, D: int, device: torch.device, in_fp8: bool = True, counts: list[int] = COUNTS
+    ) -> None:
+        starts, offsets, tokens = segments(counts)
+        self.counts = counts
         self.offsets = offsets.to(device)
         self.tokens = tokens.to(device)
         self.real = torch.cat(
-            [torch.arange(s, s + n) for s, n in zip(starts, COUNTS, strict=True)]
+            [torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)]
         ).to(device)
         N = int(offsets[-1]) + 64
-        quantized, scales, self.values = as_fp8(randn(sum(COUNTS), D, seed=5, dtype=BF16))
+        plain = randn(sum(counts), D, seed=5, dtype=BF16)
+        if not in_fp8:
+            self.values = plain.double()
+            self.scales = None
+            self.rows = poison_(torch.empty(N, D, dtype=BF16, device=device))
+            self.rows[self.real] = plain.to(device)
+            return
+        quantized, scales, self.values = as_fp8(plain)
         # As rows arrive whose last block is partly filled.
         longer = poison_(torch.empty(N, -(-D // 128) * 128, dtype=FP8, device=device))
         longer.view(torch.uint8)[self.real, :D] = quantized.view(torch.uint8).to(device)
@@ -130,8 +141,9 @@ class Rows:
                 rows_per_expert=rows_per_expert,
             )[self.real]
 
-    def wanted(self, drawn: Drawn) -> Tensor:
-        parts = self.values.split(COUNTS)
+    def wanted(self, drawn: Any) -> Tensor:
+        """What `drawn.outputs` says of the rows of each expert."""
+        parts = self.values.split(self.counts)
         return torch.cat([drawn.outputs(part, expert) for expert, part in enumerate(parts)])
 
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from expert_inputs import BF16, GPT_OSS, MXFP4
 from helpers import ON_GPUS, alone, captured, generator, poison_, poisoned_memory, randn
-from test_few_rows import segments
-from test_mxfp4_by_fp8 import MAGNITUDES, as_fp8, errors
+from test_mxfp4_by_fp8 import COUNTS, MAGNITUDES, E, Rows, as_fp8, errors
 from torch import Tensor
 
 import epmoe
@@ -24,8 +23,6 @@ from epmoe.native import ops
 
 pytestmark = pytest.mark.usefixtures("serving")
 
-COUNTS = [1, 0, 8, 9, 3, 0, 17, 40]  # rows of each expert
-E = len(COUNTS)
 E4M3 = torch.float8_e4m3fn
 GROUP = 16
 # D and F: those of all kernels, of those for few rows, and of none.
@@ -130,46 +127,6 @@ class Drawn:
         up = sums[:, 1::2].clamp(-7.0, 7.0)
         h = gate * torch.sigmoid(1.702 * gate) * (up + 1)
         return h @ down.T + self.biases[1][x].double()
-
-
-class Rows:
-    """Rows of segments, in bf16 or fp8, with NaN in gaps and behind the last."""
-
-    def __init__(self, D: int, device: torch.device, in_fp8: bool, counts: list[int] = COUNTS):
-        starts, offsets, tokens = segments(counts)
-        self.counts = counts
-        self.offsets = offsets.to(device)
-        self.tokens = tokens.to(device)
-        self.real = torch.cat(
-            [torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)]
-        ).to(device)
-        N = int(offsets[-1]) + 64
-        plain = randn(sum(counts), D, seed=5, dtype=BF16)
-        self.values = plain.double()
-        self.scales = None
-        self.rows = poison_(torch.empty(N, D, dtype=E4M3 if in_fp8 else BF16, device=device))
-        if in_fp8:
-            quantized, scales, self.values = as_fp8(plain)
-            self.rows.view(torch.uint8)[self.real] = quantized.view(torch.uint8).to(device)
-            self.scales = poison_(torch.empty(N, -(-D // 128), device=device))
-            self.scales[self.real] = scales.to(device)
-        else:
-            self.rows[self.real] = plain.to(device)
-
-    def outputs(self, experts: epmoe.GroupedExperts, rows_per_expert: float | None) -> Tensor:
-        """Of the real rows."""
-        with poisoned_memory():
-            return experts(
-                self.rows,
-                self.offsets,
-                self.scales,
-                tokens_per_expert=self.tokens,
-                rows_per_expert=rows_per_expert,
-            )[self.real]
-
-    def wanted(self, drawn: Drawn) -> Tensor:
-        parts = self.values.split(self.counts)
-        return torch.cat([drawn.outputs(part, x) for x, part in enumerate(parts)])
 
 
 def every_code_and_scale() -> tuple[Tensor, Tensor]:

@@ -83,6 +83,19 @@ rows = Rows(COUNTS, FP8, device)
 assert rows.outputs(fused(device, gpt_oss=True), None).isfinite().all()
 print("done")
 """
+# The same of MXFP4 over rows in fp8, in tiles of few rows and of many, whose rows have a stride.
+ONE_KERNEL_OF_MXFP4 = """
+import torch
+from expert_inputs import GPT_OSS
+from test_drawn_mxfp4 import Case, Options
+torch.set_grad_enabled(False)
+for activation, spaces in ((GPT_OSS, (48, 16)), ({}, (0, 0))):
+    options = Options([3, 0, 17, 70, 1], 192, 320, activation, (bool(activation),) * 2)
+    case = Case(options._replace(spaces=spaces), torch.device("cuda"))
+    experts = case.experts()
+    assert case.keeps_fp8(experts) and case.outputs(experts).isfinite().all()
+print("done")
+"""
 # Slabs for each node, with more rows than they hold and without, and their sums.
 RAIL = """
 import torch
@@ -233,6 +246,7 @@ PARTS = {  # the newest first
     # racecheck does not see that the lanes of a warp, which have met in __syncwarp, let one of them
     # arrive for all. With an arrival of each lane it finds no race.
     "one kernel": (ONE_KERNEL, 1, ("memcheck", "synccheck", "initcheck")),
+    "MXFP4": (ONE_KERNEL_OF_MXFP4, 1, ("memcheck", "synccheck", "initcheck")),
     "exchange": (EXCHANGE, 2, ALL[:3]),
     "local stages": (LOCAL, 1, ALL),
     "rail": (RAIL, 1, ALL),

@@ -13,7 +13,7 @@ from expert_inputs import quantized as quantized_weights
 from expert_inputs import random_mxfp4, random_nvfp4
 from helpers import ON_GPUS, assert_close, captured, full_layer, poison_, randn
 
-from epmoe import GroupedExperts, MoELayer
+from epmoe import GroupedExperts, MoELayer, SleepingWeights
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.local.reference import moe_reference, route_reference
 from epmoe.local.weight_formats import bits_of, dequantize_weights
@@ -66,6 +66,18 @@ def test_a_layer_in_mxfp4_is_that_of_its_values(make_ep, rank, size, payload, wi
 @pytest.mark.parametrize(("payload", "width"), [("auto", 128), ("fp8", 160)])
 def test_a_layer_in_nvfp4_is_that_of_its_values(make_ep, rank, size, payload, width):
     """The same, where gate and up have two tensor scales."""
+    parts, packed = nvfp4_weights(width)
+    values = [
+        dequantize_weights(codes, scales, torch.bfloat16, scale) for codes, scales, scale in parts
+    ]
+    plain = {"w_gate_up": torch.cat(values[:2], 1), "w_down": values[2]}
+    assert_layers_agree(make_ep, rank, size, payload, width, packed, plain)
+
+
+def nvfp4_weights(width):
+    """Gate, up and down in NVFP4, each with codes, scales and a tensor scale, and the arguments of
+    a layer that has them.
+    """
     gate, up, down = (
         random_nvfp4(E, *shape, seed=seed, power=power)
         for seed, (shape, power) in enumerate([((D, width), 0), ((D, width), -1), ((width, D), 0)])
@@ -81,12 +93,26 @@ def test_a_layer_in_nvfp4_is_that_of_its_values(make_ep, rank, size, payload, wi
         "down_scales": down[1],
         "tensor_scales": torch.stack([gate[2], up[2], down[2]]).repeat(E, 1),
     }
-    values = [
-        dequantize_weights(codes, scales, torch.bfloat16, scale)
-        for codes, scales, scale in (gate, up, down)
-    ]
-    plain = {"w_gate_up": torch.cat(values[:2], 1), "w_down": values[2]}
-    assert_layers_agree(make_ep, rank, size, payload, width, packed, plain)
+    return (gate, up, down), packed
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_layer_in_nvfp4_sleeps(make_ep, rank, level):
+    """Codes, scales and tensor scales come back on all ranks, from the CPU or out of a state dict,
+    and y has the same bits.
+    """
+    ep = make_ep(dtype="bfloat16", experts=E, top_k=K, hidden=128, max_tokens=130)
+    _, packed = nvfp4_weights(128)
+    layer = MoELayer.from_full(ep, randn(E, 128, seed=9), **packed)
+    kept = {name: value.cpu() for name, value in layer.state_dict().items()}
+    x = randn(16, 128, dtype=torch.bfloat16, seed=rank).to(ep.device)
+    want = layer(x).clone()
+    weights = SleepingWeights(layer)
+    ep.sleep(weights.offload if level == 1 else weights.discard)
+    ep.wake(weights.restore)
+    if level == 2:
+        layer.load_state_dict(kept)
+    assert torch.equal(layer(x), want)
 
 
 def assert_layers_agree(make_ep, rank, size, payload, width, packed, plain):

@@ -151,6 +151,14 @@ TABLE: dict[str, tuple[Cell, ...]] = {
         OWN_GEMMS,
         OWN_GEMMS,
     ),
+    "MXFP4 and NVFP4 weights over rows in fp8": (
+        yes("test_mxfp4_by_fp8.py::test_a_layer_whose_rows_travel_as_fp8"),
+        yes("stacks/test_vllm_engine.py::test_gpt_oss_in_mxfp4_over_rows_in_fp8"),
+        refused("MXFP8, or DeepGEMM on Blackwell", SGLANG),
+        foreign("transformers keeps such weights in modules of its own or of other libraries."),
+        OWN_GEMMS,
+        OWN_GEMMS,
+    ),
     "biases and clamped SwiGLU (gpt-oss)": (
         yes("test_gpt_oss.py::test_a_layer_is_the_block_of_transformers"),
         yes("stacks/test_vllm_engine.py::test_gpt_oss_with_biases_and_a_limit"),

@@ -151,6 +151,19 @@ def test_gpt_oss_in_mxfp4_as_it_is(models: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(2 * TIMEOUT_S)
+def test_gpt_oss_in_mxfp4_over_rows_in_fp8(models: Path, tmp_path: Path) -> None:
+    """Layout `layer` with `payload`: the tokens of the same values in bf16, whose rows travel so,
+    too.
+    """
+    run(str(HERE / "vllm_models.py"), str(models), "gpt_oss_mxfp4")
+    tokens, plain = (
+        two_ranks_serve(models / name, tmp_path, payload="fp8")
+        for name in ("gpt_oss_mxfp4", "gpt_oss_mxfp4.plain")
+    )
+    assert tokens == plain
+
+
+@pytest.mark.timeout(2 * TIMEOUT_S)
 def test_qwen3_in_nvfp4_as_it_is(models: Path, tmp_path: Path) -> None:
     """Layout `layer`: the tokens of the same values in bf16. vLLM has no kernel for it on CPUs."""
     run(str(HERE / "vllm_models.py"), str(models), "qwen3_nvfp4")
@@ -165,8 +178,8 @@ def one_serves(model: Path, folder: Path) -> dict[str, list[int]]:
     return json.loads((folder / "one").read_text())
 
 
-def two_ranks_serve(model: Path, folder: Path) -> dict[str, list[int]]:
-    """The tokens of two ranks with layout `layer`."""
+def two_ranks_serve(model: Path, folder: Path, **choice: object) -> dict[str, list[int]]:
+    """The tokens of two ranks with layout `layer`, and other settings of `choice`."""
     output = str(folder / "tokens.json")
     printed = run(
         *LAUNCH,
@@ -175,7 +188,7 @@ def two_ranks_serve(model: Path, folder: Path) -> dict[str, list[int]]:
         "torchrun",
         "eager",
         output,
-        EPMOE_VLLM="layer",
+        CHOICE=json.dumps({"layout": "layer"} | choice),
     )
     assert printed.count("epmoe exchanges the tokens of the experts: layout layer") == 2
     tokens = [json.loads(part.read_text()) for part in folder.glob("tokens.json*")]

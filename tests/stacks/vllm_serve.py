@@ -2,9 +2,10 @@
 LAUNCH MODE OUTPUT`.
 
 LAUNCH is `one` for one process, `torchrun` inside torchrun, or `spawn`, where vLLM starts its
-engine cores by itself. MODE is `eager` or `compiled`. EPMOE_VLLM chooses epmoe. The output holds
-the tokens of each prompt, in order. VERSIONS_OF_WEIGHTS is a folder: with `spawn` the engine takes
-version 7 of its weights from there before it generates.
+engine cores by itself. MODE is `eager` or `compiled`. EPMOE_VLLM chooses epmoe, or CHOICE does, as
+the JSON that users write. The output holds the tokens of each prompt, in order.
+VERSIONS_OF_WEIGHTS is a folder: with `spawn` the engine takes version 7 of its weights from there
+before it generates.
 """
 
 from __future__ import annotations
@@ -59,7 +60,11 @@ def engine_of(model: str, mode: str = "eager", ranks: int = 2, **options: Any) -
     """vLLM's engine, in one process or in each rank of torchrun."""
     from vllm import LLM
 
-    extra = {"distributed_executor_backend": "external_launcher"} if ranks > 1 else {}
+    extra: dict[str, Any] = {}
+    if ranks > 1:
+        extra["distributed_executor_backend"] = "external_launcher"
+    if "CHOICE" in os.environ:
+        extra["additional_config"] = {"epmoe": json.loads(os.environ["CHOICE"])}
     return LLM(**arguments(model, mode, ranks) | extra | options)
 
 

@@ -28,8 +28,8 @@ _ONE_TILE = 4.0
 # Up to this many rows, two tiles are the fastest. For more rows the kernels for MXFP4 have four.
 _TWO_TILES = 12.0
 MOST_ROWS_OF_MXFP4 = 24.0
-"""The most rows for which the kernels for few rows are used with MXFP4 weights, if epmoe's GEMM
-takes the calls with more rows.
+"""The most rows for which the kernels for few rows are used with MXFP4 and NVFP4 weights, if
+epmoe's GEMM takes the calls with more rows.
 """
 # The same limit if all weights have to be dequantized for calls with more rows, which is slow.
 _MOST_BEFORE_ALL = 96.0
@@ -166,8 +166,8 @@ class FewRows(Gemm):
 
 
 class FewRowsOfMxfp4(FewRows):
-    """epmoe's kernels for few bf16 rows and MXFP4 or NVFP4 weights. Between the kernels rows are
-    bf16.
+    """epmoe's kernels for few bf16 rows and weights of 4 bits, in NVFP4 as well as in MXFP4, which
+    its name says. Between the kernels rows are bf16.
     """
 
     name = "few_rows_mxfp4"

@@ -12,6 +12,7 @@ bf16. fp8 has blocks of 128, so that gpt-oss's D and F are padded with zeros.
 from __future__ import annotations
 
 import os
+import statistics
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -28,8 +29,8 @@ from torch import Tensor
 from benchmarks import render, results
 from benchmarks.humming_experts import HummingExperts
 from epmoe import EPConfig, ExpertParallel, GroupedExperts
-from epmoe.bench.sides import Calls
-from epmoe.bench.timing import everywhere, rounds_in_turns
+from epmoe.bench.sides import poison
+from epmoe.bench.timing import captured, elapsed_us, everywhere, slowest
 from epmoe.local.quantize import quantize_weights
 from epmoe.local.simulate import simulate_logits
 from epmoe.native import ops
@@ -41,6 +42,11 @@ REPLAYS = 9
 FEW_TOKENS = 64
 # The largest difference of y from that of bf16, over its norm.
 MOST_OFF = 0.15
+# The largest one between two calls: humming-kernels adds parts of a sum as they come, and between
+# the products the numbers are fp8.
+MOST_BETWEEN_CALLS = 0.05
+# How long a GPU sleeps while the host enqueues a sample, about 4 ms.
+HEAD_START_CYCLES = 8_000_000
 GPT_OSS = {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
 
 
@@ -246,11 +252,47 @@ class Layers:
             rows.copy_(d.rows[:n])
             calls.append(partial(self.experts, rows, d.expert_offsets.clone(), scales, **given))
             ep.combine(self.experts(d.rows, d.expert_offsets, d.scales, **d.segments), d)
-        self.counts = n
         return lambda: [call() for call in calls]
 
     def y(self) -> Tensor:
         return torch.cat([y[:, : self.D] for y in self.layers()]).float()
+
+
+class Played(NamedTuple):
+    """A graph of calls, what it writes, and what it must write."""
+
+    name: str
+    calls: Callable[[], list[Tensor]]
+    graph: torch.cuda.CUDAGraph
+    outputs: list[Tensor]
+    wanted: list[Tensor]
+
+    @classmethod
+    def of(cls, name: str, calls: Callable[[], list[Tensor]]) -> Played:
+        wanted = [out.clone() for out in calls()]
+        graph, outputs = captured(calls)
+        poison(outputs)
+        return cls(name, calls, graph, outputs, wanted)
+
+    def sample_us(self, group: dist.ProcessGroup) -> float:
+        """The time of a replay, behind calls that bring the ranks into step."""
+        dist.barrier(group, device_ids=[torch.cuda.current_device()])
+        torch.cuda._sleep(HEAD_START_CYCLES)
+        self.calls()
+        return elapsed_us(self.graph.replay)
+
+    def check(self, group: dist.ProcessGroup) -> None:
+        """Raise RuntimeError on all ranks unless a replay has written what calls do."""
+        off = max(map(difference, self.outputs, self.wanted))
+        if not everywhere(off <= MOST_BETWEEN_CALLS, group):
+            raise RuntimeError(f"{self.name}: outputs of a graph are off by {off:.3g}")
+
+
+def difference(got: Tensor, wanted: Tensor) -> float:
+    """Over the norm. NaN counts as a difference."""
+    if not wanted.numel():
+        return 0.0
+    return float(((got.float() - wanted.float()).norm() / wanted.float().norm()).nan_to_num(1.0))
 
 
 def us_of(who: list[Who], model: Model, T: int) -> list[float]:
@@ -260,16 +302,19 @@ def us_of(who: list[Who], model: Model, T: int) -> list[float]:
     layers = [Layers(one, model, T) for one in who]
     ys = [each.y() for each in layers]
     for one, y in zip(who, ys, strict=True):
-        off = float((y - ys[0]).norm() / ys[0].norm())
+        off = difference(y, ys[0])
         if not everywhere(off <= MOST_OFF, group):
             raise RuntimeError(f"{one.name}, {one.rows}, {T} tokens: y is off by {off:.3g}")
-    sides = [
-        Calls(f"{each.who.name}, {each.who.rows}", calls, exact=False, head_start_ms=4)
+    played = [
+        Played.of(f"{each.who.name}, {each.who.rows}, {T} tokens", calls)
         for each in layers
         for calls in (each.layers, each.alone())
     ]
+    samples = [[each.sample_us(group) for each in played] for _ in range(REPLAYS)]
+    for each in played:
+        each.check(group)
     count = len(layers[0].logits)
-    return [us / count for us in rounds_in_turns(sides, REPLAYS, group, rounds=1)]
+    return slowest([statistics.median(times) / count for times in zip(*samples, strict=True)])
 
 
 def main() -> None:

@@ -246,7 +246,7 @@ PARTS = {  # the newest first
     # racecheck does not see that the lanes of a warp, which have met in __syncwarp, let one of them
     # arrive for all. With an arrival of each lane it finds no race.
     "one kernel": (ONE_KERNEL, 1, ("memcheck", "synccheck", "initcheck")),
-    "MXFP4": (ONE_KERNEL_OF_MXFP4, 1, ("memcheck", "synccheck", "initcheck")),
+    "MXFP4": (ONE_KERNEL_OF_MXFP4, 1, ALL),
     "exchange": (EXCHANGE, 2, ALL[:3]),
     "local stages": (LOCAL, 1, ALL),
     "rail": (RAIL, 1, ALL),

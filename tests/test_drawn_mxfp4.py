@@ -48,7 +48,7 @@ class Limits(NamedTuple):
 
 # e4m3 between the products has three bits of fraction, and the order of sums changes some of them.
 LIMITS_OF_FP8 = Limits(0.25, 0.12, 0.012)
-LIMITS_OF_BF16 = Limits(0.12, 0.06, 0.012)
+LIMITS_OF_BF16 = Limits(0.12, 0.08, 0.012)
 
 
 class Options(NamedTuple):
@@ -91,16 +91,16 @@ def drawn_options(seed: int, *, largest: int, most_rows: int, is_nvfp4: bool) ->
         counts,
         D,
         F,
-        draw.choice([*ACTIVATIONS, {"alpha": 1.702}, {"up_offset": 0.5, "limit": 3.0}]),
-        (draw.random() < 0.5, draw.random() < 0.5),
-        (low, low + draw.randint(0, 12)),
-        (16 * draw.randint(0, 8), 16 * draw.randint(0, 2)),
-        draw.random() < 0.8,
-        draw.choice([0.0, 0.0, 0.2]),
-        draw.choice([None, 1.0, mean]),
-        is_nvfp4,
-        not is_nvfp4 or draw.random() < 0.7,
-        seed,
+        activation=draw.choice([*ACTIVATIONS, {"alpha": 1.702}, {"up_offset": 0.5, "limit": 3.0}]),
+        has_biases=(draw.random() < 0.5, draw.random() < 0.5),
+        exponents=(low, low + draw.randint(0, 12)),
+        spaces=(16 * draw.randint(0, 8), 16 * draw.randint(0, 2)),
+        has_gaps=draw.random() < 0.8,
+        nan_rows=draw.choice([0.0, 0.0, 0.2]),
+        rows_per_expert=draw.choice([None, 1.0, mean]),
+        is_nvfp4=is_nvfp4,
+        in_fp8=not is_nvfp4 or draw.random() < 0.7,
+        seed=seed,
     )
 
 
@@ -265,8 +265,9 @@ class Case:
         rows = self.values.new_zeros(*places.shape, self.options.D)
         rows[places] = self.values
         sums = rows @ gate_up.mT
-        # Rows that are dequantized are rounded to bf16. Tensor cores add fp8 with 13 bits or so.
-        noise = (2.0**-11 if keeps_fp8 else 2.0**-8) * (rows**2 @ (gate_up**2).mT).sqrt()
+        # Rows that are dequantized are rounded to bf16, and tensor cores add fp8 in 13 bits.
+        # Some of a million sums are off by more than four times what is usual.
+        noise = (2.0**-9 if keeps_fp8 else 2.0**-6) * (rows**2 @ (gate_up**2).mT).sqrt()
         if keeps_fp8:
             # Products are rounded before the bias is added.
             sums = sums.to(BF16).double()

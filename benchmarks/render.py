@@ -77,6 +77,7 @@ _README_TOKENS = (1, 16, 64, 128, 512, 4096)
 SECTIONS = (
     ("h200x2_layer",),
     ("h100x2_layer_qwen3", "h100x2_layer_deepseek_v3", "h100x2_layer_gpt_oss"),
+    ("h200x1_four_bits",),
     ("h200x4_exchange",),
     ("h200x2_exchange",),
     ("h100x2_models",),

@@ -40,9 +40,14 @@ def test_outputs_agree_with_fp64(device, gpt_oss):
     assert (errors <= LIMITS[FP8]).all(), errors.max()
 
 
-# Tiles have up to 128 rows, 128 columns of h and 256 outputs. Every width has a loop of its own.
+# Tiles have up to 128 rows, 128 columns of h and 256 outputs. Every width has a loop of its own,
+# and from 113 rows on tokens are the rows of the tensor core.
+FULL = [121, 250, 5, 128, 0, 383, 112, 113]
 TILES = [
     *FEW_AND_MANY,
+    # Also the last rows that there are; and half of the last tile of outputs is empty.
+    (FULL, (WIDTH, MIDDLE)),
+    (FULL, (640, 384)),
     ([127, 128, 129, 256, 0, 257, 113, 96], (WIDTH, MIDDLE)),
     ([16, 32, 48, 64, 80, 81, 97, 112], (WIDTH, MIDDLE)),
     # Half of the last tile of outputs is empty.
@@ -187,14 +192,15 @@ def test_a_graph_takes_other_segments(device):
 
 
 @ON_GPUS
-def test_wild_segments_reach_no_other_memory(device):
+@pytest.mark.parametrize("counts", [COUNTS, FULL])
+def test_wild_segments_reach_no_other_memory(device, counts):
     """What they say is clamped to the rows that there are, and to the tiles that have counters."""
     experts = fused(device)
-    rows = Rows(COUNTS, FP8, device)
+    rows = Rows(counts, FP8, device)
     wild = [-5, 2**30, 3, -(2**31), 40, 2**31 - 1, 0, 7, 9]
-    counts = [2**31 - 1, -1, 2**30, 5, -(2**31), 2**31 - 1, 2, 3]
+    wild_counts = [2**31 - 1, -1, 2**30, 5, -(2**31), 2**31 - 1, 2, 3]
     rows.offsets.copy_(torch.tensor(wild, dtype=torch.int32))
-    rows.tokens.copy_(torch.tensor(counts, dtype=torch.int32))
+    rows.tokens.copy_(torch.tensor(wild_counts, dtype=torch.int32))
     rows.outputs(experts, None)
     torch.cuda.synchronize()
     assert torch.ones(8, device=device).sum() == 8

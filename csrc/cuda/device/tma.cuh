@@ -68,6 +68,20 @@ __device__ __forceinline__ void wait_mbarrier(uint64_t* mbarrier, uint32_t parit
 #endif
 }
 
+// Whether it has completed by now. Before sm_90 it has.
+__device__ __forceinline__ bool test_mbarrier(uint64_t* mbarrier, uint32_t parity) {
+  uint32_t done = 1;
+#ifdef EPMOE_TMA
+  asm volatile(
+      "{\n\t.reg .pred done;\n\tmbarrier.test_wait.parity.shared.b64 done, [%1], %2;\n\tselp.u32 "
+      "%0, 1, 0, done;\n\t}"
+      : "=r"(done)
+      : "r"(shared_address(mbarrier)), "r"(parity)
+      : "memory");
+#endif
+  return done != 0;
+}
+
 // Makes a thread's writes to shared memory visible to TMA. Each writing thread calls it before the
 // barrier that precedes tma_store().
 __device__ __forceinline__ void fence_shared_for_tma() {

@@ -10,7 +10,9 @@
 //
 //   a warp claims ─▶ two warps load, by TMA ─▶ two warpgroups multiply ─▶ one writes h or outputs
 //
-// fused_experts/ has a file for each role: claims.cuh, loads.cuh, sums.cuh and writes.cuh.
+// fused_experts/ has a file for each role: claims.cuh, loads.cuh, sums.cuh with full_tiles.cuh, and
+// writes.cuh.
+#include "cuda/hopper/fused_experts/full_tiles.cuh"
 #include "cuda/hopper/fused_experts/launch.cuh"
 #include "cuda/hopper/fused_experts/sums.cuh"
 #include "cuda/hopper/fused_experts/writes.cuh"
@@ -27,12 +29,19 @@ using namespace fused;
 template <typename T, int kWidth = kTokenStep>
 __device__ __forceinline__ void multiply_tile(const Tile& tile, Shared<T>& shared, Stages<T>& ring,
                                               int32_t turn) {
+  constexpr bool kLast = kHasFull<T> && kWidth == kWideColumns;
+  constexpr int kNext = kLast ? T::kTokens : kWidth + kTokenStep;
   if constexpr (kWidth < T::kTokens)
-    if (tile.width > kWidth) return multiply_tile<T, kWidth + kTokenStep>(tile, shared, ring, turn);
+    if (tile.width > kWidth) return multiply_tile<T, kNext>(tile, shared, ring, turn);
   float first[kWidth / 2] = {};
   float second[kWidth / 2] = {};
-  sum_tile(tile, shared, ring, first, second);
-  leave(shared, turn, first, second);
+  if constexpr (kHasFull<T> && kWidth == T::kTokens) {
+    sum_full_tile(tile, shared, ring, first, second);
+    leave_full_tile(tile, shared, turn, first, second);
+  } else {
+    sum_tile(tile, shared, ring, first, second);
+    leave(shared, turn, first, second);
+  }
 }
 
 #endif
@@ -57,8 +66,11 @@ __global__ void __launch_bounds__(kThreads<T>, 1)
     shared.late = false;
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  if (threadIdx.x == kMultipliers<T>)
+  if (threadIdx.x == kMultipliers<T>) {
     for (auto* map : {&maps.gates, &maps.ups, &maps.down, &maps.rows, &maps.h}) prefetch(*map);
+    if constexpr (kHasFull<T>)
+      for (auto* map : {&maps.full_rows, &maps.full_h}) prefetch(*map);
+  }
   wait_for_predecessor();
   let_successor_start();
   // The first claim is on its way while the rows of experts are counted.

@@ -48,6 +48,10 @@ struct Ring {
   __device__ __forceinline__ void wait_filled() const {
     wait_mbarrier(filled(), turn / kCount & 1);
   }
+  // Whether it is filled by now, without a wait.
+  __device__ __forceinline__ bool is_filled() const {
+    return test_mbarrier(filled(), turn / kCount & 1);
+  }
   // This warp has no use for the stage of `turn - back` any more.
   __device__ __forceinline__ void release(int32_t back) const {
     if (threadIdx.x % 32 == 0) arrive(&empty[(turn - back) % kCount]);
@@ -104,6 +108,19 @@ __device__ __forceinline__ void store_turned(uint32_t box, const float (&sums)[k
   for (int c = 0; c < kLines; c += 16)
     if (from + c < 2 * kCount)
       store_matrices<true>(box + in_box(c + lane / 16 * 8 + lane % 8, part), &sums[(from + c) / 2]);
+}
+
+// Sums [64, 64] of a warpgroup, which begin at `from`, become 64 lines of a box: those behind the
+// lines of the warpgroups before it.
+template <int kCount>
+__device__ __forceinline__ void store_lines(uint32_t box, const float (&sums)[kCount], int from,
+                                            int32_t thread) {
+  constexpr int kColumns = 16;
+  const int32_t line = thread / 32 * 16 + thread % 16;
+  const int32_t part = thread % 32 / 16;
+#pragma unroll
+  for (int c = 0; c < 64; c += kColumns)
+    store_matrices<false>(box + in_box(line, c / 8 + part), &sums[from + c / 2]);
 }
 
 }  // namespace epmoe::cuda

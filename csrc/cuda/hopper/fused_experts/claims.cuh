@@ -72,16 +72,17 @@ __device__ __forceinline__ Tile tile_of(const FewRowsArgs& args, Shared<T>& shar
   const int32_t expert = segment_at(first, e, part);
   const int32_t in_expert = number - first[expert] * across;
   const int32_t parts = first[expert + 1] - first[expert];
-  // Tiles of an expert that has too many rows for one have as many each.
   const SegmentRows rows = shared.rows(e)[expert];
+  // Tiles of an expert that has too many rows for one have as many each, but where full ones are
+  // faster all but the last one are full.
   const int32_t each = ceil_of(rows.count, ceil_of(rows.count, T::kTokens));
-  const int32_t step = ceil_of(each, kTokenStep) * kTokenStep;
+  const int32_t step = kHasFull<T> ? T::kTokens : ceil_of(each, kTokenStep) * kTokenStep;
   const int32_t before = in_expert % parts * step;
   const int32_t count = min(rows.count - before, step);
   return {.expert = expert,
           .row = rows.begin + before,
           .count = count,
-          .width = ceil_of(count, kTokenStep) * kTokenStep,
+          .width = width_of<T>(count),
           .column = in_expert / parts * columns,
           .part = first[expert] + in_expert % parts,
           .steps = T::kPacked ? ceil_of(down ? F : D, kStep<T>) : (down ? F : D) / kStep<T>,

@@ -34,10 +34,14 @@ cudaError_t describe_all(const FewRowsArgs& args, Maps& maps) {
   if (cudaError_t error = describe(maps.down, args.down_eDF, F, args.D, e, kBoxRows, kBytes, kLine))
     return error;
   const Strides of_rows = {args.rows_stride, args.rows_stride * args.N};
-  if (cudaError_t error =
-          describe(maps.rows, args.rows_ND, args.D, args.N, 1, of_rows, kTokenStep, kBytes))
-    return error;
-  return describe(maps.h, args.h_NF, args.F, args.N, 1, kTokenStep, kBytes);
+  const auto describe_rows = [&](CUtensorMap& rows, CUtensorMap& h, int lines) {
+    if (cudaError_t error = describe(rows, args.rows_ND, args.D, args.N, 1, of_rows, lines, kBytes))
+      return error;
+    return describe(h, args.h_NF, args.F, args.N, 1, lines, kBytes);
+  };
+  if constexpr (kHasFull<T>)
+    if (cudaError_t error = describe_rows(maps.full_rows, maps.full_h, T::kTokens)) return error;
+  return describe_rows(maps.rows, maps.h, kTokenStep);
 }
 
 // A block on each multiprocessor.

@@ -15,8 +15,9 @@ constexpr int kWantedBefore = 4;
 constexpr uint64_t kLongestNs = 60'000'000'000;
 
 // What TMA reads. Gates and ups are matrices of their own, also where weights have them by turns.
+// Rows of a tile come by 16, but those of a full one all at once.
 struct Maps {
-  CUtensorMap gates, ups, down, rows, h;
+  CUtensorMap gates, ups, down, rows, h, full_rows, full_h;
 };
 
 template <typename T>
@@ -80,7 +81,11 @@ __device__ __forceinline__ void load_rows(const FewRowsArgs& args, const Maps& m
       shared.late = !await_h(&args.counters[kWritten + claimed.part], tiles_of_h);
     if constexpr (T::kScaled) arrive(&shared.readable[tiles.place()]);
     if (claimed.expert == kNoTile) return;
-    const CUtensorMap& map = claimed.down ? maps.h : maps.rows;
+    const bool full = is_full<T>(claimed);
+    const CUtensorMap& by_steps = claimed.down ? maps.h : maps.rows;
+    const CUtensorMap& at_once = claimed.down ? maps.full_h : maps.full_rows;
+    const CUtensorMap& map = full ? at_once : by_steps;
+    const int32_t lines = full ? T::kTokens : kTokenStep;
     const int32_t width = claimed.width;
     const int32_t row = claimed.row;
     const int32_t end = claimed.steps * kStep<T>;
@@ -93,7 +98,7 @@ __device__ __forceinline__ void load_rows(const FewRowsArgs& args, const Maps& m
       if constexpr (T::kPacked) filled = &shared.more.arrived[ring.turn % T::kStages];
       expect_bytes(filled, width * kLineBytes);
 #pragma unroll 1
-      for (int32_t line = 0; line < width; line += kTokenStep)
+      for (int32_t line = 0; line < width; line += lines)
         load_box(map, ring.stage() + kWeightBytes<T> + line * kLineBytes, filled, k, row + line, 0);
     }
     tiles.done();
@@ -119,7 +124,7 @@ __device__ __forceinline__ int32_t place_of_factor(int32_t row) {
   return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
 }
 
-// Of a step's weights in fp8: each warpgroup's two sums have one.
+// Of a step's weights in fp8: each warpgroup's two sums have one, or each of two sums has two.
 constexpr int kWeightScales = 2 * Fp8::kGroups;
 
 // Scales of a tile as one lane copies them, or loads them a step ahead: a number for each step
@@ -183,19 +188,23 @@ class LaneScales {
  private:
   static constexpr int kRows = T::kTokens / 32;
 
-  // Of the weight rows of warpgroup lane / 2, gates or ups, or either half of its outputs.
+  // Of the weight rows of warpgroup lane / 2, gates or ups, or either half of its outputs. In a
+  // full tile of the weight rows of sum lane / 2, either half of them.
   __device__ __forceinline__ const float* of_weights(const FewRowsArgs& args,
                                                      const Tile& tile) const {
-    const int32_t group = lane_ / 2 % (kWeightScales / 2);
+    const int32_t first = lane_ / 2 % (kWeightScales / 2);
+    const int32_t second = lane_ % 2;
     const int32_t D = static_cast<int32_t>(args.D / kScaleBlock);
     const int32_t F = static_cast<int32_t>(args.F / kScaleBlock);
     const int32_t block = tile.column / static_cast<int32_t>(kScaleBlock);
     if (tile.down) {
-      const int64_t row = int64_t{tile.expert} * D + min(block + group, D - 1);
+      const int64_t row = int64_t{tile.expert} * D + min(block + first, D - 1);
       return static_cast<const float*>(args.down_scales) + row * F;
     }
+    const int32_t half = is_full<T>(tile) ? second : first;
+    const int32_t matrix = is_full<T>(tile) ? first : second;
     // By turns, 64 gates and their ups share a scale.
-    const int32_t in_expert = args.interleaved ? 2 * block + group : block + lane_ % 2 * F;
+    const int32_t in_expert = args.interleaved ? 2 * block + half : block + matrix * F;
     const int64_t row = int64_t{tile.expert} * 2 * F + in_expert;
     return static_cast<const float*>(args.gate_up_scales) + row * D;
   }
@@ -218,8 +227,7 @@ __device__ __forceinline__ void load_scales(const FewRowsArgs& args, Shared<T>& 
     const bool spoilt = tile.down && shared.late;
     const int32_t end = ring.turn + tile.steps;
     LaneScales<T> scales(args, tile);
-    // MXFP4 has no wide tiles.
-    const bool wide = !T::kPacked && tile.width >= kWideColumns;
+    const bool wide = is_wide<T>(tile);
     tiles.done_as_warp();
     if constexpr (!T::kPacked)
       if (wide && !spoilt) {

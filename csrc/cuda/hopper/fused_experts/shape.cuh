@@ -146,7 +146,7 @@ struct Tile {
   int32_t expert;  // kNoTile behind the last tile
   int32_t row;     // the first
   int32_t count;   // of rows
-  int32_t width;   // the same, rounded up
+  int32_t width;   // so many are computed
   int32_t column;  // the first of h, or of outputs
   int32_t part;    // the number of its rows' tile among all experts'
   int32_t steps;   // along k
@@ -170,22 +170,45 @@ __device__ __forceinline__ int32_t thread_of_tile() {
 }
 
 // Scales of a step along k: those of rows, and in fp8 of the weights of each warpgroup's two sums.
-// In a wide tile of fp8 there are their products instead, the factors of each of these sums.
+// In a full tile of fp8 they are those of either half of the weights of each sum. In a wide tile
+// there are the products of both instead, the factors of each of these sums.
 template <typename T>
 union Scales {
   // bf16 has none, and an array has at least one element.
   static constexpr int kRows = T::kScaled ? T::kTokens : 1;
   struct {
     float of_rows[kRows];
-    float of_weights[Fp8::kGroups][2];
+    alignas(16) float of_weights[Fp8::kGroups][2];
   } apart;
   float factors[T::kPacked ? 1 : 2 * Fp8::kGroups][kRows];
 };
 
-// A tile of so many columns is wide. There the threads that add would make each factor 16 times
-// anew, which costs as much as a third of adding; one warp makes them in front. In narrower tiles
-// memory decides, and copies that no thread waits for are faster.
+// In fp8 a tile of so many columns is wide. There the threads that add would make each factor 16
+// times anew, which costs as much as a third of adding; one warp makes them in front. In narrower
+// tiles memory decides, and copies that no thread waits for are faster.
 constexpr int kWideColumns = 96;
+
+// In fp8 a tile of more tokens is full: it is computed as one of 128, with tokens as the rows of
+// the tensor core, 64 for each warpgroup, and weights as its columns. A thread that adds then has
+// two tokens, so that it makes four factors for 64 sums.
+template <typename T>
+constexpr bool kHasFull = T::kScaled && !T::kPacked;
+static_assert(Fp8::kTokens == 64 * Fp8::kGroups);
+
+// The width of a tile of so many tokens.
+template <typename T>
+__device__ __forceinline__ int32_t width_of(int32_t tokens) {
+  if (kHasFull<T> && tokens > kWideColumns) return T::kTokens;
+  return (tokens + kTokenStep - 1) / kTokenStep * kTokenStep;
+}
+template <typename T>
+__device__ __forceinline__ bool is_full(const Tile& tile) {
+  return kHasFull<T> && tile.width == T::kTokens;
+}
+template <typename T>
+__device__ __forceinline__ bool is_wide(const Tile& tile) {
+  return kHasFull<T> && tile.width == kWideColumns;
+}
 
 // What MXFP4 adds.
 template <typename T>

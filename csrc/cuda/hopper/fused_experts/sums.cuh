@@ -1,28 +1,39 @@
 // The sums of a tile. Weights are the rows of the tensor core, tokens its columns: a NaN, or what a
 // gap holds, stays in its column. In fp8 each step along k is a block of scales, whose sums are
 // scaled in fp32 and added, in the order of few_rows_by_tma.cu and of DeepGEMM. In bf16 the tensor
-// core adds all steps, as in grouped_gemm.cu.
+// core adds all steps, as in grouped_gemm.cu. full_tiles.cuh has full tiles of fp8.
 #pragma once
 #include "cuda/hopper/fused_experts/shape.cuh"
 
 namespace epmoe::cuda::fused {
 
-// The sums of one step over 64 weight rows: four products of 32 along k. Operands are uniform for a
-// warp.
+// Starts the sums of one step over 64 rows of the tensor core: four products of 32 along k.
+// Operands are uniform for a warp.
 template <int kCount>
-__device__ __forceinline__ void multiply_step(uint64_t weights, uint64_t tokens,
-                                              float (&sums)[kCount]) {
+__device__ __forceinline__ void start_step(uint64_t rows, uint64_t columns, float (&sums)[kCount]) {
   constexpr int kProduct = 32;
   constexpr int kUnit = 16;  // bytes, of an operand
   wgmma_begin();
-  wgmma<Factors::kFirstFp8>(sums, weights, tokens);
+  wgmma<Factors::kFirstFp8>(sums, rows, columns);
 #pragma unroll
   for (int k = kProduct; k < kStep<Fp8>; k += kProduct)
-    wgmma<Factors::kFp8>(sums, weights + k / kUnit, tokens + k / kUnit);
+    wgmma<Factors::kFp8>(sums, rows + k / kUnit, columns + k / kUnit);
   wgmma_commit();
+}
+
+// Waits for these sums.
+template <int kCount>
+__device__ __forceinline__ void finish_step(float (&sums)[kCount]) {
   wgmma_wait<0>();
 #pragma unroll
   for (float& sum : sums) asm volatile("" : "+f"(sum)::"memory");  // nothing reads it before
+}
+
+template <int kCount>
+__device__ __forceinline__ void multiply_step(uint64_t rows, uint64_t columns,
+                                              float (&sums)[kCount]) {
+  start_step(rows, columns, sums);
+  finish_step(sums);
 }
 
 // Adds them, times both scales. Of 8 tokens a thread has two, of two weight rows.
@@ -78,7 +89,7 @@ __device__ __forceinline__ void sum_tile(const Tile& tile, const Shared<Fp8>& sh
     const uint64_t second_weights = wgmma_operand(at + first_at + to_second);
     const uint64_t tokens = wgmma_operand(at + kWeightBytes<Fp8>);
     const auto& scales = shared.scales[stage];
-    if constexpr (2 * kCount >= kWideColumns) {
+    if constexpr (2 * kCount == kWideColumns) {
       const float* factors = scales.factors[2 * group] + 4 * (threadIdx.x % 4);
       multiply_step(first_weights, tokens, step_sums);
       add_with_factors(first, step_sums, factors);

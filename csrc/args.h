@@ -218,13 +218,13 @@ struct FewRowsArgs {
 // The operator fused_experts: the same stage in fp8 or bf16, in one kernel. Rows of an expert in a
 // tile, at most, and experts of a rank, whose table lies in shared memory.
 constexpr int64_t kFusedTokens = 128;
+constexpr int64_t kFusedFewTokens = 80;  // in fp8, where few experts have more
 constexpr int64_t kFusedMxfp4Tokens = 64;
 constexpr int64_t kFusedExperts = 1024;
 constexpr int64_t kFusedExpertsBf16 = 224;
 
 // A counter for claims, and one for each tile of rows: an expert's last tile may be smaller.
-constexpr EPMOE_HD int64_t fused_counters(int64_t N, int64_t num_local_experts,
-                                          int64_t tile_rows = kFusedTokens) {
+constexpr EPMOE_HD int64_t fused_counters(int64_t N, int64_t num_local_experts, int64_t tile_rows) {
   return 1 + N / tile_rows + num_local_experts;
 }
 

@@ -386,7 +386,9 @@ void launch_fused(const Tensor& rows, FewRowsArgs& args) {
                   "D and F must be multiples of 64 in MXFP4");
   const bool bf16 = args.format == WeightFormat::kBf16;
   STD_TORCH_CHECK(e <= (bf16 ? kFusedExpertsBf16 : kFusedExperts), "there are too many experts");
-  args.num_counters = fused_counters(args.N, e, packed ? kFusedMxfp4Tokens : kFusedTokens);
+  int64_t tile_rows = packed ? kFusedMxfp4Tokens : kFusedTokens;
+  if (args.format == WeightFormat::kFp8) tile_rows = kFusedFewTokens;
+  args.num_counters = fused_counters(args.N, e, tile_rows);
   // A tile's number is an int32.
   const int64_t tiles_of_rows = ceil_div(args.F, kScaleBlock) + ceil_div(args.D, kScaleBlock);
   STD_TORCH_CHECK(args.num_counters <= INT32_MAX / tiles_of_rows, "there are too many rows");

@@ -40,9 +40,11 @@ struct Strides {
 };
 
 // A matrix or several of them, [z, y, x], in elements of so many bytes. TMA moves boxes of so many
-// of its lines, of 128 bytes each, or 64.
+// of its lines, of 128 bytes each, or 64. L2 fetches 256 bytes where a line is missing, or as many
+// as `fetched` says.
 inline cudaError_t describe(CUtensorMap& map, const void* at, int64_t x, int64_t y, int64_t z,
-                            Strides elements, int lines, int bytes, int line_bytes = kLineBytes) {
+                            Strides elements, int lines, int bytes, int line_bytes = kLineBytes,
+                            CUtensorMapL2promotion fetched = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
   static void* const encode = [] {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result;
@@ -61,14 +63,15 @@ inline cudaError_t describe(CUtensorMap& map, const void* at, int64_t x, int64_t
   CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
       &map, bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3,
       const_cast<void*>(at), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      line_bytes == kLineBytes ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      line_bytes == kLineBytes ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, fetched,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 // The same where lines and matrices follow one another.
 inline cudaError_t describe(CUtensorMap& map, const void* at, int64_t x, int64_t y, int64_t z,
-                            int lines = 64, int bytes = 2, int line_bytes = kLineBytes) {
-  return describe(map, at, x, y, z, Strides{x, x * y}, lines, bytes, line_bytes);
+                            int lines = 64, int bytes = 2, int line_bytes = kLineBytes,
+                            CUtensorMapL2promotion fetched = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
+  return describe(map, at, x, y, z, Strides{x, x * y}, lines, bytes, line_bytes, fetched);
 }
 
 }  // namespace epmoe::cuda

@@ -44,16 +44,42 @@ __device__ __forceinline__ void multiply_tile(const Tile& tile, Shared<T>& share
   }
 }
 
-#endif
-
+// What a warp does for its role.
 template <typename T>
-__global__ void __launch_bounds__(kThreads<T>, 1)
-    fused_experts_kernel(const __grid_constant__ FewRowsArgs args,
-                         const __grid_constant__ Maps maps) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(1024) char given[];
-  auto& shared = *reinterpret_cast<Shared<T>*>(given);
-  Stages<T> ring(shared.stages[0], shared.mbarriers, kFilling<T>, kEmptying<T>);
+__device__ __forceinline__ void take_role(const FewRowsArgs& args, const Maps& maps,
+                                          const WeightMaps& weights, Shared<T>& shared,
+                                          Stages<T> ring, int32_t first_claim) {
+  if (threadIdx.x >= kMultipliers<T> + kWarpgroup) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kWriteRegisters));
+    write_tiles(args, shared);
+    return;
+  }
+  if (threadIdx.x >= kMultipliers<T>) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kLoadRegisters));
+    const auto role = static_cast<Role>((threadIdx.x - kMultipliers<T>) / 32);
+    const bool first_lane = threadIdx.x % 32 == 0;
+    if (role == Role::kWeights && first_lane) load_weights(args, weights, shared, ring);
+    if (role == Role::kRows && first_lane) load_rows(args, maps, shared, ring);
+    if constexpr (T::kScaled)
+      if (role == Role::kScales) load_scales(args, shared, ring);
+    if (role == Role::kClaims && first_lane) claim_tiles(args, shared, first_claim);
+    return;
+  }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMathRegisters));
+  Tiles<T> tiles(shared, shared.claimed);
+  for (int32_t turn = 0;; ++turn) {
+    const Tile& tile = tiles.next();
+    if (tile.expert == kNoTile) return;
+    multiply_tile(tile, shared, ring, turn);
+    turn += further_turns<T>(tile);
+    tiles.done_as_warp();
+  }
+}
+
+// Prepares the block and counts rows. The thread that claims gets the number of its first tile.
+template <typename T>
+__device__ __forceinline__ int32_t start(const FewRowsArgs& args, const Maps& maps,
+                                         Shared<T>& shared) {
   if (threadIdx.x == 0) {
     for (int32_t i = 0; i < kQueue; ++i) {
       init_mbarrier(&shared.claimed[i], 1);
@@ -70,6 +96,8 @@ __global__ void __launch_bounds__(kThreads<T>, 1)
     for (auto* map : {&maps.gates, &maps.ups, &maps.down, &maps.rows, &maps.h}) prefetch(*map);
     if constexpr (kHasFull<T>)
       for (auto* map : {&maps.full_rows, &maps.full_h}) prefetch(*map);
+    if constexpr (kHasFew<T>)
+      for (auto* map : {&maps.few.gates, &maps.few.ups, &maps.few.down}) prefetch(*map);
   }
   wait_for_predecessor();
   let_successor_start();
@@ -77,30 +105,30 @@ __global__ void __launch_bounds__(kThreads<T>, 1)
   int32_t first_claim = 0;
   if (threadIdx.x == kClaimer<T>) first_claim = claim(args);
   count_parts(args, shared);
-  if (threadIdx.x >= kMultipliers<T> + kWarpgroup) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kWriteRegisters));
-    write_tiles(args, shared);
-    return;
-  }
-  if (threadIdx.x >= kMultipliers<T>) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kLoadRegisters));
-    const auto role = static_cast<Role>((threadIdx.x - kMultipliers<T>) / 32);
-    const bool first_lane = threadIdx.x % 32 == 0;
-    if (role == Role::kWeights && first_lane) load_weights(args, maps, shared, ring);
-    if (role == Role::kRows && first_lane) load_rows(args, maps, shared, ring);
-    if constexpr (T::kScaled)
-      if (role == Role::kScales) load_scales(args, shared, ring);
-    if (role == Role::kClaims && first_lane) claim_tiles(args, shared, first_claim);
-    return;
-  }
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMathRegisters));
-  Tiles<T> tiles(shared, shared.claimed);
-  for (int32_t turn = 0;; ++turn) {
-    const Tile& tile = tiles.next();
-    if (tile.expert == kNoTile) return;
-    multiply_tile(tile, shared, ring, turn);
-    turn += further_turns<T>(tile);
-    tiles.done_as_warp();
+  return first_claim;
+}
+
+#endif
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads<T>, 1)
+    fused_experts_kernel(const __grid_constant__ FewRowsArgs args,
+                         const __grid_constant__ Maps maps) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) char given[];
+  auto& shared = *reinterpret_cast<Shared<T>*>(given);
+  Stages<T> ring(shared.stages[0], shared.mbarriers, kFilling<T>, kEmptying<T>);
+  if constexpr (kHasFew<T>) {
+    auto& with_few = *reinterpret_cast<Shared<Fp8Few>*>(given);
+    Stages<Fp8Few> few_ring(with_few.stages[0], shared.other.mbarriers, kFilling<T>, kEmptying<T>);
+    const int32_t first_claim = start(args, maps, shared);
+    if (shared.few)
+      take_role(args, maps, maps.few, with_few, few_ring, first_claim);
+    else
+      take_role(args, maps, maps, shared, ring, first_claim);
+  } else {
+    const int32_t first_claim = start(args, maps, shared);
+    take_role(args, maps, maps, shared, ring, first_claim);
   }
 #endif
 }

@@ -16,9 +16,23 @@ constexpr int kWritten = 1;
 
 __device__ __forceinline__ int32_t ceil_of(int32_t a, int32_t b) { return a ? (a - 1) / b + 1 : 0; }
 
-// Notes the rows of each expert, and counts tiles of rows before it: each thread those of some
-// experts, and the first warp adds. Segments that overlap could have more of them than there are
-// counters.
+// Whether the launch takes the smaller tiles. All blocks find the same. A warp calls it.
+__device__ __forceinline__ bool takes_few(Shared<Fp8>& shared, int32_t e) {
+  int32_t few = 0;
+  int32_t many = 0;
+  for (int32_t i = threadIdx.x % 32; i < e; i += 32) {
+    const int32_t count = shared.rows(e)[i].count;
+    few += ceil_of(count, Fp8Few::kTokens);
+    many += ceil_of(count, Fp8::kTokens);
+  }
+  few = __reduce_add_sync(kAllLanes, few);
+  many = __reduce_add_sync(kAllLanes, many);
+  return few - many <= many / kTenth;
+}
+
+// Notes the rows of each expert, chooses between tiles, and counts tiles of rows before it: each
+// thread those of some experts, and the first warp adds. Segments that overlap could have more of
+// them than there are counters.
 template <typename T>
 __device__ __forceinline__ void count_parts(const FewRowsArgs& args, Shared<T>& shared) {
   const int32_t e = args.segments.num_local_experts;
@@ -32,6 +46,12 @@ __device__ __forceinline__ void count_parts(const FewRowsArgs& args, Shared<T>& 
   __syncthreads();
   const int32_t lane = threadIdx.x;
   if (lane < 32) {
+    if constexpr (kHasFew<T>) {
+      const bool few = takes_few(shared, e);
+      if (lane == 0) shared.few = few;
+      for (int32_t i = lane; few && i < e; i += 32)
+        first[i] = min(ceil_of(shared.rows(e)[i].count, Fp8Few::kTokens), most);
+    }
     int32_t before = 0;
     for (int32_t i = lane; i - lane < e; i += 32) {
       const int32_t parts = i < e ? first[i] : 0;
@@ -130,7 +150,10 @@ class Tiles {
   // The same for a warp.
   __device__ __forceinline__ void done_as_warp() {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(&shared_.done[place()]);
+    int32_t turn = turn_;
+    // In fp8 the place is computed anew, since writing warps have no register to keep it.
+    if constexpr (std::is_base_of_v<Fp8, T>) asm volatile("" : "+r"(turn));
+    if (threadIdx.x % 32 == 0) arrive(&shared_.done[turn % kQueue]);
     ++turn_;
   }
 

@@ -14,8 +14,13 @@ static __global__ void clear_counters(const __grid_constant__ FewRowsArgs args) 
   if (i < args.num_counters) args.counters[i] = 0;
 }
 
+// Where two steps are loaded together, L2 need not fetch the second one ahead.
 template <typename T>
-cudaError_t describe_all(const FewRowsArgs& args, Maps& maps) {
+constexpr auto kFetched =
+    T::kStepsAtOnce == 2 ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
+
+template <typename T>
+cudaError_t describe_weights(const FewRowsArgs& args, WeightMaps& maps) {
   constexpr int kBytes = static_cast<int>(sizeof(typename T::Element));
   constexpr int kLine = kWeightLineBytes<T>;
   const int64_t e = args.segments.num_local_experts;
@@ -28,11 +33,19 @@ cudaError_t describe_all(const FewRowsArgs& args, Maps& maps) {
   const Strides strides = {(args.interleaved ? 2 : 1) * D, 2 * args.F * D};
   for (auto* map : {&maps.gates, &maps.ups}) {
     const auto* at = gates + (map == &maps.ups ? to_ups : 0);
-    if (cudaError_t error = describe(*map, at, D, args.F, e, strides, kBoxRows, kBytes, kLine))
+    if (cudaError_t error =
+            describe(*map, at, D, args.F, e, strides, kBoxRows, kBytes, kLine, kFetched<T>))
       return error;
   }
-  if (cudaError_t error = describe(maps.down, args.down_eDF, F, args.D, e, kBoxRows, kBytes, kLine))
-    return error;
+  return describe(maps.down, args.down_eDF, F, args.D, e, kBoxRows, kBytes, kLine, kFetched<T>);
+}
+
+template <typename T>
+cudaError_t describe_all(const FewRowsArgs& args, Maps& maps) {
+  constexpr int kBytes = static_cast<int>(sizeof(typename T::Element));
+  if (cudaError_t error = describe_weights<T>(args, maps)) return error;
+  if constexpr (kHasFew<T>)
+    if (cudaError_t error = describe_weights<Fp8Few>(args, maps.few)) return error;
   const Strides of_rows = {args.rows_stride, args.rows_stride * args.N};
   const auto describe_rows = [&](CUtensorMap& rows, CUtensorMap& h, int lines) {
     if (cudaError_t error = describe(rows, args.rows_ND, args.D, args.N, 1, of_rows, lines, kBytes))

@@ -15,13 +15,17 @@ constexpr int kWantedBefore = 4;
 constexpr uint64_t kLongestNs = 60'000'000'000;
 
 // What TMA reads. Gates and ups are matrices of their own, also where weights have them by turns.
+struct WeightMaps {
+  CUtensorMap gates, ups, down;
+};
 // Rows of a tile come by 16, but those of a full one all at once.
-struct Maps {
-  CUtensorMap gates, ups, down, rows, h, full_rows, full_h;
+struct Maps : WeightMaps {
+  CUtensorMap rows, h, full_rows, full_h;
+  WeightMaps few;  // for tiles of Fp8Few
 };
 
 template <typename T>
-__device__ __forceinline__ void load_weights(const FewRowsArgs& args, const Maps& maps,
+__device__ __forceinline__ void load_weights(const FewRowsArgs& args, const WeightMaps& maps,
                                              Shared<T>& shared, Stages<T> ring) {
   constexpr int kHalf = kBoxRows * kLineBytes;
   Tiles<T> tiles(shared, shared.claimed);
@@ -33,8 +37,30 @@ __device__ __forceinline__ void load_weights(const FewRowsArgs& args, const Maps
     const int32_t second_row = tile.down ? tile.column + kBoxRows : tile.column;
     // Half of the last tile of outputs may lie behind the last output.
     const bool both = !tile.down || second_row < args.D;
+    int32_t step = 0;
+    if constexpr (T::kStepsAtOnce == 2) {
 #pragma unroll 1
-    for (int32_t step = 0; step < tile.steps; ++step, ++ring.turn) {
+      for (; step + 1 < tile.steps; step += 2) {
+        Stages<T> next = ring;
+        ++next.turn;
+        for (const auto* stage : {&ring, &next}) {
+          stage->wait_empty();
+          expect_bytes(stage->filled(), both ? 2 * kHalf : kHalf);
+        }
+        // Boxes of the same rows follow one another.
+        const int32_t k = step * kStep<T>;
+        load_box(first, ring.stage(), ring.filled(), k, tile.column, tile.expert);
+        load_box(first, next.stage(), next.filled(), k + kStep<T>, tile.column, tile.expert);
+        if (both) {
+          load_box(second, ring.stage() + kHalf, ring.filled(), k, second_row, tile.expert);
+          load_box(second, next.stage() + kHalf, next.filled(), k + kStep<T>, second_row,
+                   tile.expert);
+        }
+        ring.turn += 2;
+      }
+    }
+#pragma unroll 1
+    for (; step < tile.steps; ++step, ++ring.turn) {
       ring.wait_empty();
       expect_bytes(ring.filled(), both ? 2 * kHalf : kHalf);
       load_box(first, ring.stage(), ring.filled(), step * kStep<T>, tile.column, tile.expert);
@@ -229,7 +255,7 @@ __device__ __forceinline__ void load_scales(const FewRowsArgs& args, Shared<T>& 
     LaneScales<T> scales(args, tile);
     const bool wide = is_wide<T>(tile);
     tiles.done_as_warp();
-    if constexpr (!T::kPacked)
+    if constexpr (kHasFull<T>)
       if (wide && !spoilt) {
         scales.load_next();
 #pragma unroll 1

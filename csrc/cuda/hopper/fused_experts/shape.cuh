@@ -21,10 +21,28 @@ struct Fp8 {
   // Warpgroups that multiply.
   static constexpr int kGroups = 2;
   static constexpr int kStages = 3;
+  // Steps along k whose weights are loaded together.
+  static constexpr int kStepsAtOnce = 1;
   // Rows of a tile whose products leave at once: all of them.
   static constexpr int kLeavingTokens = kTokens;
   static constexpr int64_t kMostExperts = kFusedExperts;
 };
+
+// The same in launches where few experts have more rows than such a tile, and reading weights
+// decides. A fourth stage has room, so that two steps are loaded together: memory is faster where
+// 256 bytes of a row of weights are read at once.
+struct Fp8Few : Fp8 {
+  static constexpr int kTokens = static_cast<int>(kFusedFewTokens);
+  static constexpr int kStages = 4;
+  static constexpr int kStepsAtOnce = 2;
+  static constexpr int kLeavingTokens = kTokens;
+};
+
+// Whether a launch chooses between these tiles and those of Fp8Few.
+template <typename T>
+constexpr bool kHasFew = std::is_same_v<T, Fp8>;
+// It takes the smaller ones if they are at most a tenth more. Each further one reads weights again.
+constexpr int32_t kTenth = 10;
 
 // Weights in MXFP4, rows and h in fp8.
 struct Mxfp4 {
@@ -36,6 +54,7 @@ struct Mxfp4 {
   // Each widens a quarter of the weights: while one waits for its products, others widen.
   static constexpr int kGroups = 4;
   static constexpr int kStages = 6;
+  static constexpr int kStepsAtOnce = 1;
   static constexpr int kLeavingTokens = kTokens;
   static constexpr int64_t kMostExperts = kFusedExperts;
 };
@@ -51,6 +70,7 @@ struct Bf16 {
   // A step takes half as long as in fp8, where sums are scaled. With three stages loads came too
   // late, which cost up to 18 % with many rows.
   static constexpr int kStages = 4;
+  static constexpr int kStepsAtOnce = 1;
   // Half of the rows leave, then the others: so there is room for the fourth stage.
   static constexpr int kLeavingTokens = kTokens / 2;
   static constexpr int64_t kMostExperts = kFusedExpertsBf16;
@@ -174,8 +194,8 @@ __device__ __forceinline__ int32_t thread_of_tile() {
 // there are the products of both instead, the factors of each of these sums.
 template <typename T>
 union Scales {
-  // bf16 has none, and an array has at least one element.
-  static constexpr int kRows = T::kScaled ? T::kTokens : 1;
+  // A lane has each 32nd row. bf16 has none, and an array has at least one element.
+  static constexpr int kRows = T::kScaled ? (T::kTokens + 31) / 32 * 32 : 1;
   struct {
     float of_rows[kRows];
     alignas(16) float of_weights[Fp8::kGroups][2];
@@ -192,7 +212,7 @@ constexpr int kWideColumns = 96;
 // the tensor core, 64 for each warpgroup, and weights as its columns. A thread that adds then has
 // two tokens, so that it makes four factors for 64 sums.
 template <typename T>
-constexpr bool kHasFull = T::kScaled && !T::kPacked;
+constexpr bool kHasFull = std::is_same_v<T, Fp8>;
 static_assert(Fp8::kTokens == 64 * Fp8::kGroups);
 
 // The width of a tile of so many tokens.
@@ -221,6 +241,19 @@ struct MoreShared<Mxfp4> {
   uint64_t arrived[Mxfp4::kStages];
 };
 
+// The mbarriers of the other stages between which a launch chooses. So all behind them lies at the
+// same place with both.
+template <typename T>
+struct OtherStages {};
+template <>
+struct OtherStages<Fp8> {
+  uint64_t mbarriers[2 * Fp8Few::kStages];
+};
+template <>
+struct OtherStages<Fp8Few> {
+  uint64_t mbarriers[2 * Fp8::kStages];
+};
+
 template <typename T>
 struct Shared {
   char stages[T::kStages][kStageBytes<T>];
@@ -230,6 +263,7 @@ struct Shared {
   Scales<T> scales[T::kScaled ? T::kStages : 1];
   Tile queue[kQueue];
   uint64_t mbarriers[2 * T::kStages];
+  [[no_unique_address]] OtherStages<T> other;
   // Of the places of the queue: a tile has been claimed, its rows or its h may be read, and all its
   // users are done.
   uint64_t claimed[kQueue];
@@ -242,6 +276,8 @@ struct Shared {
   uint64_t wanted;
   // This block has waited for h in vain.
   bool late;
+  // Tiles are those of Fp8Few.
+  bool few;
   [[no_unique_address]] MoreShared<T> more;
   // Tiles of rows before each expert, e + 1 of them; and behind them the rows of each expert.
   int32_t first[];
@@ -254,6 +290,12 @@ struct Shared {
                                 experts * sizeof(SegmentRows));
   }
 };
+
+// A launch that chooses has the same memory for either: only stages, what leaves, scales, and
+// mbarriers of stages differ.
+static_assert(offsetof(Shared<Fp8>, queue) == offsetof(Shared<Fp8Few>, queue));
+static_assert(offsetof(Shared<Fp8>, claimed) == offsetof(Shared<Fp8Few>, claimed));
+static_assert(offsetof(Shared<Fp8>, first) == offsetof(Shared<Fp8Few>, first));
 
 // The shared memory of a multiprocessor, without what CUDA takes of it for a block.
 constexpr int64_t kMostSharedBytes = 227 << 10;

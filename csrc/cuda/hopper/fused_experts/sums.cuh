@@ -71,10 +71,10 @@ __device__ __forceinline__ void add_with_factors(float (&sums)[kCount], const fl
 }
 
 // A warpgroup's sums: `first` of 64 gates and `second` of their ups, or of 64 outputs each.
-template <int kCount>
-__device__ __forceinline__ void sum_tile(const Tile& tile, const Shared<Fp8>& shared,
-                                         Stages<Fp8>& ring, float (&first)[kCount],
-                                         float (&second)[kCount]) {
+template <typename T, int kCount>
+  requires std::is_base_of_v<Fp8, T>
+__device__ __forceinline__ void sum_tile(const Tile& tile, const Shared<T>& shared, Stages<T>& ring,
+                                         float (&first)[kCount], float (&second)[kCount]) {
   // The shuffle tells the compiler that a warp has one group, so that operands need no registers of
   // each thread.
   const int32_t group = __shfl_sync(kAllLanes, threadIdx.x / kWarpgroup, 0);
@@ -83,18 +83,18 @@ __device__ __forceinline__ void sum_tile(const Tile& tile, const Shared<Fp8>& sh
   float step_sums[kCount] = {};
   for (const int32_t end = ring.turn + tile.steps; ring.turn < end;) {
     ring.wait_filled();
-    const int32_t stage = ring.turn % Fp8::kStages;
+    const int32_t stage = ring.turn % T::kStages;
     const uint32_t at = ring.stage();
     const uint64_t first_weights = wgmma_operand(at + first_at);
     const uint64_t second_weights = wgmma_operand(at + first_at + to_second);
-    const uint64_t tokens = wgmma_operand(at + kWeightBytes<Fp8>);
+    const uint64_t tokens = wgmma_operand(at + kWeightBytes<T>);
     const auto& scales = shared.scales[stage];
     if constexpr (2 * kCount == kWideColumns) {
       const float* factors = scales.factors[2 * group] + 4 * (threadIdx.x % 4);
       multiply_step(first_weights, tokens, step_sums);
       add_with_factors(first, step_sums, factors);
       multiply_step(second_weights, tokens, step_sums);
-      add_with_factors(second, step_sums, factors + Fp8::kTokens);
+      add_with_factors(second, step_sums, factors + T::kTokens);
     } else {
       const float* token_scales = scales.apart.of_rows + 2 * (threadIdx.x % 4);
       const float2 weight_scales = *reinterpret_cast<const float2*>(scales.apart.of_weights[group]);

@@ -110,7 +110,7 @@ __device__ __forceinline__ void write_h(const FewRowsArgs& args, const Tile& til
 
 // The formats of write_plain_h(), whose h lies as it is computed.
 template <typename T>
-constexpr bool kHasPlain = std::is_same_v<T, Fp8> || std::is_same_v<T, Bf16>;
+constexpr bool kHasPlain = std::is_base_of_v<Fp8, T> || std::is_same_v<T, Bf16>;
 
 // Whether h is silu(gate) * up of the products as they are.
 __device__ __forceinline__ bool is_plain(const FewRowsArgs& args) {

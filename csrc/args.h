@@ -220,7 +220,9 @@ struct FewRowsArgs {
 constexpr int64_t kFusedTokens = 128;
 constexpr int64_t kFusedFewTokens = 80;  // in fp8, where few experts have more
 constexpr int64_t kFusedMxfp4Tokens = 64;
+constexpr int64_t kFusedManyMxfp4Tokens = 144;
 constexpr int64_t kFusedExperts = 1024;
+constexpr int64_t kFusedManyMxfp4Experts = 512;
 constexpr int64_t kFusedExpertsBf16 = 224;
 
 // A counter for claims, and one for each tile of rows: an expert's last tile may be smaller.

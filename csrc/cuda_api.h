@@ -33,6 +33,7 @@ using Stream = CUstream_st*;  // cudaStream_t
   F(few_rows, const FewRowsArgs&)                        \
   F(fused_experts, const FewRowsArgs&)                   \
   F(fused_experts_mxfp4, const FewRowsArgs&)             \
+  F(fused_experts_many_mxfp4, const FewRowsArgs&)        \
   F(grouped_gemm, const GroupedGemmArgs&)                \
   F(mxfp4_gemm, const GroupedGemmArgs&)                  \
   F(invariant_linear, const InvariantLinearArgs&)        \

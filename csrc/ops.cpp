@@ -376,8 +376,9 @@ Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor&
   return call.out;
 }
 
-// Launches the experts in one kernel.
-void launch_fused(const Tensor& rows, FewRowsArgs& args) {
+// Launches the experts in one kernel. `many_rows` chooses between two of MXFP4, which take as many
+// counters.
+void launch_fused(const Tensor& rows, FewRowsArgs& args, bool many_rows = false) {
   const int64_t e = args.segments.num_local_experts;
   STD_TORCH_CHECK(args.format != WeightFormat::kNvfp4, "weights must not be NVFP4");
   const bool packed = args.format == WeightFormat::kMxfp4;
@@ -394,7 +395,10 @@ void launch_fused(const Tensor& rows, FewRowsArgs& args) {
   STD_TORCH_CHECK(args.num_counters <= INT32_MAX / tiles_of_rows, "there are too many rows");
   Tensor counters = empty_like_device(rows, {args.num_counters}, ScalarType::Int);
   args.counters = static_cast<int32_t*>(counters.data_ptr());
-  launch(rows, args, packed ? &cuda::Api::fused_experts_mxfp4 : &cuda::Api::fused_experts);
+  const bool many = many_rows && e <= kFusedManyMxfp4Experts;
+  const auto of_mxfp4 =
+      many ? &cuda::Api::fused_experts_many_mxfp4 : &cuda::Api::fused_experts_mxfp4;
+  launch(rows, args, packed ? of_mxfp4 : &cuda::Api::fused_experts);
 }
 
 Tensor fused_experts(const Tensor& rows, const MaybeTensor& row_scales, const Tensor& gate_up,
@@ -402,11 +406,11 @@ Tensor fused_experts(const Tensor& rows, const MaybeTensor& row_scales, const Te
                      const Tensor& down, const MaybeTensor& down_scales,
                      const MaybeTensor& down_bias, const Tensor& expert_offsets,
                      const MaybeTensor& tokens_per_expert, bool interleaved, double limit,
-                     double alpha, double up_offset) {
+                     double alpha, double up_offset, bool many_rows) {
   ExpertsCall call = experts_call(rows, row_scales, gate_up, gate_up_scales, gate_up_bias, down,
                                   down_scales, down_bias, expert_offsets, tokens_per_expert,
                                   interleaved, limit, alpha, up_offset, /*by_blocks=*/true);
-  launch_fused(rows, call.args);
+  launch_fused(rows, call.args, many_rows);
   return call.out;
 }
 

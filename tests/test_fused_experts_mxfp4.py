@@ -15,7 +15,7 @@ from test_mxfp4_by_fp8 import E8M0, as_fp8, decoded, errors
 from torch import Tensor
 
 import epmoe
-from epmoe.local.gemm.fused_experts_mxfp4 import FusedExpertsOfMxfp4
+from epmoe.local.gemm.fused_experts_mxfp4 import FusedExpertsOfMxfp4, has_many_rows
 from epmoe.local.gemm.gemm import Segments
 from epmoe.local.gemm.table import CHOICES, GEMMS
 
@@ -31,6 +31,8 @@ SIZES = [(512, 256), (192, 320), (2880, 2880)]
 LIMIT = 0.1
 MEAN = 0.006
 ON_BOTH = pytest.mark.parametrize("gpt_oss", [False, True])
+# Rows of an expert as the host says them: of the form for few rows, and of that for many.
+FORMS = pytest.mark.parametrize("rows_per_expert", [1.0, 200.0], ids=["few", "many"])
 
 
 class Case:
@@ -46,10 +48,12 @@ class Case:
         exponents: tuple[int, int] = (-3, 2),
         seed: int = 0,
         stride: int | None = None,
+        rows_per_expert: float = 1.0,
     ) -> None:
         D, F = sizes
         e = len(counts)
         self.gpt_oss = gpt_oss
+        self.rows_per_expert = rows_per_expert
         drawn = generator(seed)
 
         # Codes, and scales in a range of exponents, about such that outputs are as large as rows.
@@ -107,7 +111,7 @@ class Case:
                 self.offsets,
                 self.row_scales,
                 tokens_per_expert=self.tokens,
-                rows_per_expert=1.0,
+                rows_per_expert=self.rows_per_expert,
             )[self.real]
 
     def wanted(self) -> Tensor:
@@ -146,6 +150,7 @@ def check(case: Case) -> None:
 
 
 @ON_GPUS
+@FORMS
 @ON_BOTH
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(
@@ -154,29 +159,76 @@ def check(case: Case) -> None:
         COUNTS,
         [15, 16, 17, 31, 32, 33, 64, 65],
         [47, 48, 49, 64, 66, 128, 240, 300],
+        [81, 97, 113, 127, 143, 144, 145, 290],
         [0, 0, 0, 2000, 0, 2, 0, 1],
         [0] * 8,
     ],
 )
-def test_the_kernel_agrees_with_fp64(device, counts, sizes, gpt_oss):
+def test_the_kernel_agrees_with_fp64(device, counts, sizes, gpt_oss, rows_per_expert):
     stride = -(-sizes[0] // 128) * 128
-    case = Case(counts, sizes, gpt_oss, device, stride=stride)
+    case = Case(counts, sizes, gpt_oss, device, stride=stride, rows_per_expert=rows_per_expert)
     check(case)
 
 
 @ON_GPUS
+@FORMS
 @pytest.mark.parametrize("exponents", [(-13, -2), (-20, 3), (-200, 0), (4, 12)])
-def test_scales_of_any_distance_are_exact(device, exponents):
+def test_scales_of_any_distance(device, exponents, rows_per_expert):
     """Also 2^-127, which is no normal number, and those above 2."""
-    case = Case(COUNTS, (704, 448), False, device, exponents=exponents)
+    case = Case(
+        COUNTS, (704, 448), False, device, exponents=exponents, rows_per_expert=rows_per_expert
+    )
     check(case)
 
 
 @ON_GPUS
+@FORMS
+def test_a_power_of_two_in_all_scales_of_a_row_is_one_in_its_output(device, rows_per_expert):
+    """It changes no other output."""
+    sizes = (512, 256)
+    case = Case([3, 150], sizes, False, device, rows_per_expert=rows_per_expert)
+    got = case.outputs()
+    power = 40
+    scales = case.experts.down_scales.view(torch.uint8)
+    scales[:, ::3] += power
+    again = case.outputs()
+    columns = torch.arange(sizes[0], device=device)
+    is_far = columns % 3 == 0
+    assert torch.equal(again[:, ~is_far], got[:, ~is_far])
+    assert torch.equal(again[:, is_far].double(), got[:, is_far].double() * 2.0**power)
+
+
+@ON_GPUS
+@pytest.mark.parametrize("below", [14, 15, 16, 40])
+def test_many_rows_round_what_is_far_below_the_largest_scale(device, below):
+    """1 is exact 15 powers of two below the largest scale of its row of weights."""
+    case = Case([200], (256, 128), False, device, rows_per_expert=200.0)
+    # In the second group of each gate and up the first code is 1. All others are 0.
+    case.codes[0].zero_()
+    case.codes[0][:, :, 16] = 2
+    case.experts = case.built(device)
+    wanted = case.outputs()
+    assert (wanted != 0).any()
+    scales = case.experts.gate_up_scales.view(torch.uint8)
+    scales[:, :, 2:] = scales[:, :, 1:2]
+    scales[:, :, 0] = scales[:, :, 1] + below
+    if below > 15:
+        wanted.zero_()
+    assert torch.equal(case.outputs(), wanted)
+
+
+@ON_GPUS
+@FORMS
 @ON_BOTH
-def test_by_the_kernel_a_row_depends_on_no_other_row(device, gpt_oss):
+def test_by_the_kernel_a_row_depends_on_no_other_row(device, gpt_oss, rows_per_expert):
     """Bitwise, on three runs; NaN of rows stays there, and that of weights in its expert."""
-    case = Case([47, 48, 49, 64, 66, 128, 240, 300], (704, 448), gpt_oss, device)
+    case = Case(
+        [47, 48, 49, 64, 66, 128, 240, 300],
+        (704, 448),
+        gpt_oss,
+        device,
+        rows_per_expert=rows_per_expert,
+    )
     got = case.outputs()
     bad = case.real[::7]
     case.rows.view(torch.uint8)[bad, 5] = 0x7F
@@ -195,13 +247,14 @@ def test_by_the_kernel_a_row_depends_on_no_other_row(device, gpt_oss):
 
 
 @ON_GPUS
-def test_fewer_rows_have_the_bits_of_more(device):
+@FORMS
+def test_fewer_rows_have_the_bits_of_more(device, rows_per_expert):
     """A tile has as many columns as rows need."""
     sizes = (512, 320)
     most = [224, 112, 300, 64]
-    many = Case(most, sizes, True, device)
+    many = Case(most, sizes, True, device, rows_per_expert=rows_per_expert)
     wanted = many.outputs()
-    few = Case([1, 16, 17, 3], sizes, True, device)
+    few = Case([1, 16, 17, 3], sizes, True, device, rows_per_expert=rows_per_expert)
     few.experts = many.experts
     firsts = torch.tensor([0, *most[:-1]], device=device).cumsum(0)
     keep = torch.cat(
@@ -213,12 +266,13 @@ def test_fewer_rows_have_the_bits_of_more(device):
 
 
 @ON_GPUS
-def test_a_graph_takes_other_segments(device):
-    case = Case(COUNTS, (512, 256), False, device)
+@FORMS
+def test_a_graph_takes_other_segments(device, rows_per_expert):
+    case = Case(COUNTS, (512, 256), False, device, rows_per_expert=rows_per_expert)
     case.outputs()
-    given = {"tokens_per_expert": case.tokens, "rows_per_expert": 1.0}
+    given = {"tokens_per_expert": case.tokens, "rows_per_expert": rows_per_expert}
     replay, out = captured(lambda: case.experts(case.rows, case.offsets, case.row_scales, **given))
-    other = Case(COUNTS[::-1], (512, 256), False, device, seed=9)
+    other = Case(COUNTS[::-1], (512, 256), False, device, seed=9, rows_per_expert=rows_per_expert)
     other.experts = case.experts
     wanted = other.outputs()
     case.offsets.copy_(other.offsets)
@@ -232,8 +286,9 @@ def test_a_graph_takes_other_segments(device):
 
 
 @ON_GPUS
-def test_wild_segments_reach_no_other_memory(device):
-    case = Case(COUNTS, (512, 256), False, device)
+@FORMS
+def test_wild_segments_reach_no_other_memory(device, rows_per_expert):
+    case = Case(COUNTS, (512, 256), False, device, rows_per_expert=rows_per_expert)
     wild = [-5, 2**30, 3, -(2**31), 40, 2**31 - 1, 0, 7, 9]
     counts = [2**31 - 1, -1, 2**30, 5, -(2**31), 2**31 - 1, 2, 3]
     case.offsets.copy_(torch.tensor(wild, dtype=torch.int32))
@@ -245,10 +300,12 @@ def test_wild_segments_reach_no_other_memory(device):
 
 
 @ON_GPUS
+@FORMS
 @pytest.mark.parametrize("e", [1, 40, 1024])
-def test_any_number_of_experts(device, e):
+def test_any_number_of_experts(device, e, rows_per_expert):
     """As many as the kernel takes, too."""
-    case = Case([3 + 1000 // e] * e, (64, 64), False, device)
+    counts = [3 + 1000 // e] * e
+    case = Case(counts, (64, 64), False, device, rows_per_expert=rows_per_expert)
     check(case)
 
 
@@ -262,7 +319,22 @@ def test_which_calls_take_the_kernel():
     assert not gemm.takes_rows(plain, None)
     assert gemm.takes_rows(rows, scales) and gemm.takes_rows(rows[:, :64], scales)
     assert not gemm.takes_rows(torch.zeros(4, 72).to(FP8), scales)
-    for rows_per_expert, takes in ((None, True), (1.0, True), (96.0, True), (97.0, False)):
+    for rows_per_expert in (None, 1.0, 1000.0):
         segments = Segments(torch.zeros(3), None, 1, rows_per_expert)
-        assert gemm.takes(segments, gemm.most_rows(plain, plain)) is takes
+        assert gemm.takes(segments, gemm.most_rows(plain, plain))
     assert KERNEL not in CHOICES
+
+
+@pytest.mark.parametrize(
+    ("rows_per_expert", "N", "many"),
+    [
+        (1.0, 4096, False),
+        (27.0, 4096, False),
+        (28.0, 4096, True),
+        (None, 64, False),
+        (None, 512, True),
+    ],
+)
+def test_which_calls_have_many_rows(rows_per_expert, N, many):
+    """If the host does not know how many rows are real, all count."""
+    assert has_many_rows(Segments(torch.zeros(9), None, 1, rows_per_expert), N, 8) is many

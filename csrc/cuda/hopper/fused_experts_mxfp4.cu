@@ -29,7 +29,7 @@ static_assert(kMxfp4LoadRegisters + kMxfp4WriteRegisters + Mxfp4::kGroups * kMxf
 template <int kWidth = 8>
 __device__ __forceinline__ void multiply_tile(const FewRowsArgs& args, const Tile& tile,
                                               Shared<Mxfp4>& shared, Stages<Mxfp4>& ring,
-                                              ScaleStages& windows, int32_t turn) {
+                                              ScaleStages<Mxfp4>& windows, int32_t turn) {
   constexpr int kNext = kWidth < kTokenStep ? kTokenStep : kWidth + kTokenStep;
   if constexpr (kWidth < Mxfp4::kTokens)
     if (tile.count > kWidth) return multiply_tile<kNext>(args, tile, shared, ring, windows, turn);
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads<Mxfp4>, 1)
   extern __shared__ __align__(1024) char given[];
   auto& shared = *reinterpret_cast<Shared<Mxfp4>*>(given);
   Stages<Mxfp4> ring(shared.stages[0], shared.mbarriers, kFilling<Mxfp4>, kEmptying<Mxfp4>);
-  ScaleStages windows(shared.more.windows[0], shared.more.mbarriers, 32, kEmptying<Mxfp4>);
+  ScaleStages<Mxfp4> windows(shared.more.windows[0], shared.more.mbarriers, 32, kEmptying<Mxfp4>);
   if (threadIdx.x == 0) {
     for (auto& arrived : shared.more.arrived) init_mbarrier(&arrived, 1);
     for (int32_t i = 0; i < kQueue; ++i) {

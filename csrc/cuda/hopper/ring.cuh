@@ -22,6 +22,8 @@ __device__ __forceinline__ void barrier(int32_t number, int32_t threads) {
 // The stages between the loading thread and the warpgroups, in shared memory.
 template <int kCount, int kStageBytes>
 struct Ring {
+  static constexpr int kStages = kCount;
+  static constexpr int kStage = kStageBytes;
   static constexpr int64_t kBytes =
       kCount * (kStageBytes + 2 * sizeof(uint64_t));  // of stages and their mbarriers
   uint32_t buffers;

@@ -113,10 +113,10 @@ __device__ __forceinline__ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b
 #undef EPMOE_WGMMA
 }
 
-// Starts a product in e4m3 whose first factor lies in registers, which replaces the sums. A thread
-// has of two rows, 8 apart, four neighbouring elements each, and the four of both that are 16
-// further along k. The factor stays as it is until wgmma_wait().
-template <int kCount>
+// Starts a product in e4m3 whose first factor lies in registers. It replaces the sums, or adds to
+// them. A thread has of two rows, 8 apart, four neighbouring elements each, and the four of both
+// that are 16 further along k. The factor stays as it is until wgmma_wait().
+template <bool kAdds = false, int kCount>
 __device__ __forceinline__ void wgmma_of_registers(float (&d)[kCount], uint32_t (&a)[4],
                                                    uint64_t b) {
   if constexpr (kCount == 4)
@@ -127,17 +127,27 @@ __device__ __forceinline__ void wgmma_of_registers(float (&d)[kCount], uint32_t 
           "+r"(a[3])
         : "l"(b));
 // The last three registers of a come behind the sums.
-#define EPMOE_WGMMA(columns, last, a1, a2, a3)                                           \
+#define EPMOE_WGMMA(columns, last, a1, a2, a3, adds)                                     \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns                              \
                "k32.f32.e4m3.e4m3 {" EPMOE_ALL_TEXT_##last "}, {%0, " a1 ", " a2 ", " a3 \
-                                                           "}, %1, 0, 1, 1;"             \
+                                                           "}, %1, " adds ", 1, 1;"      \
                : "+r"(a[0]), "+l"(b), EPMOE_ALL_SUMS_##last, "+r"(a[1]), "+r"(a[2]), "+r"(a[3]))
-#define EPMOE_WGMMA_OF(columns, last, a1, a2, a3) \
-  if constexpr (2 * kCount == columns) EPMOE_WGMMA(columns, last, a1, a2, a3);
+#define EPMOE_WGMMA_OF(columns, last, a1, a2, a3)  \
+  if constexpr (2 * kCount == columns) {           \
+    if constexpr (kAdds)                           \
+      EPMOE_WGMMA(columns, last, a1, a2, a3, "1"); \
+    else                                           \
+      EPMOE_WGMMA(columns, last, a1, a2, a3, "0"); \
+  }
   EPMOE_WGMMA_OF(16, 0, "%10", "%11", "%12")
   EPMOE_WGMMA_OF(32, 1, "%18", "%19", "%20")
   EPMOE_WGMMA_OF(48, 2, "%26", "%27", "%28")
   EPMOE_WGMMA_OF(64, 3, "%34", "%35", "%36")
+  EPMOE_WGMMA_OF(80, 4, "%42", "%43", "%44")
+  EPMOE_WGMMA_OF(96, 5, "%50", "%51", "%52")
+  EPMOE_WGMMA_OF(112, 6, "%58", "%59", "%60")
+  EPMOE_WGMMA_OF(128, 7, "%66", "%67", "%68")
+  EPMOE_WGMMA_OF(144, 8, "%74", "%75", "%76")
 #undef EPMOE_WGMMA_OF
 #undef EPMOE_WGMMA
 }

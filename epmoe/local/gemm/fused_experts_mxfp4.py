@@ -2,8 +2,8 @@
 
 One kernel of epmoe computes the whole stage with the tensor cores of fp8. Codes become e4m3 on
 their way into the tensor cores, and e4m3 has all of their values. So a call reads half the bytes of
-fp8 weights. The file of the kernel, `fused_experts_mxfp4` in csrc/cuda/hopper, explains how it
-works.
+fp8 weights. There are two such kernels, for few rows and for many. Their files,
+`fused_experts_mxfp4` and `fused_experts_many_mxfp4` in csrc/cuda/hopper, explain how they work.
 """
 
 from __future__ import annotations
@@ -22,16 +22,14 @@ from epmoe.native.arguments import MXFP4
 _STEPS = {MXFP4: 64}
 # The most experts of a rank. Their table lies in shared memory.
 _MOST_EXPERTS = 1024
-# Each 64 rows of an expert widen its codes again. On one of two H200, with 256 rows an expert of
-# DeepSeek-V3, this kernel took 10.2 ms, where dequantized rows and the GEMM of bf16 took about 7;
-# with 64 rows 2.6 and about 4.
-_MOST_ROWS = 96.0
+# Up to so many rows of an expert, on average, the kernel for few rows is faster.
+_MOST_OF_FEW = 27.0
 # TMA reads rows that start at multiples of so many bytes.
 _STRIDE_BYTES = 16
 
 
 class FusedExpertsOfMxfp4(Gemm):
-    """epmoe's kernel for the whole stage with MXFP4 weights and fp8 rows, on GPUs of compute
+    """epmoe's kernels for the whole stage with MXFP4 weights and fp8 rows, on GPUs of compute
     capability 9.0.
     """
 
@@ -52,13 +50,9 @@ class FusedExpertsOfMxfp4(Gemm):
         )
         return problem or problem_of_build(down.device)
 
-    def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
-        """See `Gemm.most_rows`."""
-        return _MOST_ROWS
-
     def takes(self, segments: Segments, most_rows: float = math.inf) -> bool:
         """See `Gemm.takes`. Segments may start at any row."""
-        return segments.rows_per_expert is None or segments.rows_per_expert <= most_rows
+        return True
 
     def takes_rows(self, rows: Tensor, scales: Tensor | None) -> bool:
         """See `Gemm.takes_rows`. Rows may have a stride that TMA can read.
@@ -77,5 +71,18 @@ class FusedExpertsOfMxfp4(Gemm):
 
         Between the two products the rows are fp8, with a scale for each 128 columns.
         """
-        out: Tensor = ops.fused_experts(*operands_with(weights, rows, scales, segments))
+        many_rows = has_many_rows(segments, len(rows), len(weights.down))
+        out: Tensor = ops.fused_experts(*operands_with(weights, rows, scales, segments), many_rows)
         return out
+
+
+def has_many_rows(segments: Segments, num_rows: int, num_experts: int) -> bool:
+    """Whether the kernel for many rows takes a call with N rows and e experts.
+
+    If the host does not know how many rows are real, all N count: few rows cost the kernel for many
+    rows half as much again at most, and many rows cost the other one more than twice its time.
+    """
+    rows_per_expert = segments.rows_per_expert
+    if rows_per_expert is None:
+        rows_per_expert = num_rows / max(num_experts, 1)
+    return rows_per_expert > _MOST_OF_FEW

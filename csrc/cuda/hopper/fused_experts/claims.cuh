@@ -74,6 +74,13 @@ __device__ __forceinline__ int32_t h_tiles(int32_t F) {
   return kWhole<T> ? F / kHColumns : ceil_of(F, kHColumns);
 }
 
+// How many parts of a tile's weight rows there are: the second of outputs may lie behind the last.
+template <typename T>
+__device__ __forceinline__ int32_t passes_of(const FewRowsArgs& args, const Tile& tile) {
+  if constexpr (T::kPasses == 1) return 1;
+  return tile.down && tile.column + kOutputs / T::kPasses >= args.D ? 1 : T::kPasses;
+}
+
 // The tile of a number. Tiles of the same weights follow one another.
 template <typename T>
 __device__ __forceinline__ Tile tile_of(const FewRowsArgs& args, Shared<T>& shared,
@@ -145,6 +152,8 @@ class Tiles {
     wait_mbarrier(&told_[place()], turn_ / kQueue & 1);
     return shared_.queue[place()];
   }
+  // The next one comes, though this user is not done.
+  __device__ __forceinline__ void skip() { ++turn_; }
   // One thread of each user says that it is done.
   __device__ __forceinline__ void done() { arrive(&shared_.done[turn_++ % kQueue]); }
   // The same for a warp.

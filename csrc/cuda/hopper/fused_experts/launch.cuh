@@ -34,10 +34,10 @@ cudaError_t describe_weights(const FewRowsArgs& args, WeightMaps& maps) {
   for (auto* map : {&maps.gates, &maps.ups}) {
     const auto* at = gates + (map == &maps.ups ? to_ups : 0);
     if (cudaError_t error =
-            describe(*map, at, D, args.F, e, strides, kBoxRows, kBytes, kLine, kFetched<T>))
+            describe(*map, at, D, args.F, e, strides, kBoxRows<T>, kBytes, kLine, kFetched<T>))
       return error;
   }
-  return describe(maps.down, args.down_eDF, F, args.D, e, kBoxRows, kBytes, kLine, kFetched<T>);
+  return describe(maps.down, args.down_eDF, F, args.D, e, kBoxRows<T>, kBytes, kLine, kFetched<T>);
 }
 
 template <typename T>
@@ -54,7 +54,7 @@ cudaError_t describe_all(const FewRowsArgs& args, Maps& maps) {
   };
   if constexpr (kHasFull<T>)
     if (cudaError_t error = describe_rows(maps.full_rows, maps.full_h, T::kTokens)) return error;
-  return describe_rows(maps.rows, maps.h, kTokenStep);
+  return describe_rows(maps.rows, maps.h, kBoxTokens<T>);
 }
 
 // A block on each multiprocessor.

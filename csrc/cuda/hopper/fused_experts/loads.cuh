@@ -8,7 +8,8 @@ namespace epmoe::cuda::fused {
 
 // Steps before its end at which the loader of a tile's rows wants the next tile: a claim takes as
 // long. A block that waits for h claims no further tile, since others may be free for it.
-constexpr int kWantedBefore = 4;
+template <typename T>
+constexpr int kWantedBefore = T::kPasses == 1 ? 4 : 8;
 // A wait for h ends after it. Running blocks compute what it waits for, so it ends long before,
 // unless the GPU or this code is broken. An operator has no status to report, so its outputs are
 // NaN then.
@@ -27,14 +28,14 @@ struct Maps : WeightMaps {
 template <typename T>
 __device__ __forceinline__ void load_weights(const FewRowsArgs& args, const WeightMaps& maps,
                                              Shared<T>& shared, Stages<T> ring) {
-  constexpr int kHalf = kBoxRows * kLineBytes;
+  constexpr int kHalf = kBoxRows<T> * kLineBytes;
   Tiles<T> tiles(shared, shared.claimed);
   while (true) {
     const Tile tile = tiles.next();
     if (tile.expert == kNoTile) return;
     const CUtensorMap& first = tile.down ? maps.down : maps.gates;
     const CUtensorMap& second = tile.down ? maps.down : maps.ups;
-    const int32_t second_row = tile.down ? tile.column + kBoxRows : tile.column;
+    const int32_t second_row = tile.down ? tile.column + kBoxRows<T> : tile.column;
     // Half of the last tile of outputs may lie behind the last output.
     const bool both = !tile.down || second_row < args.D;
     int32_t step = 0;
@@ -111,22 +112,30 @@ __device__ __forceinline__ void load_rows(const FewRowsArgs& args, const Maps& m
     const CUtensorMap& by_steps = claimed.down ? maps.h : maps.rows;
     const CUtensorMap& at_once = claimed.down ? maps.full_h : maps.full_rows;
     const CUtensorMap& map = full ? at_once : by_steps;
-    const int32_t lines = full ? T::kTokens : kTokenStep;
-    const int32_t width = claimed.width;
+    const int32_t lines = full ? T::kTokens : kBoxTokens<T>;
+    int32_t width = claimed.width;
+    if constexpr (kBoxTokens<T> != kTokenStep)
+      width = ceil_of(width, kBoxTokens<T>) * kBoxTokens<T>;
     const int32_t row = claimed.row;
     const int32_t end = claimed.steps * kStep<T>;
-    const int32_t wanted_at = max(claimed.steps - kWantedBefore, 0) * kStep<T>;
+    const int32_t wanted_at = max(claimed.steps - kWantedBefore<T>, 0) * kStep<T>;
+    int32_t left = passes_of<T>(args, claimed);
 #pragma unroll 1
-    for (int32_t k = 0; k < end; k += kStep<T>, ++ring.turn) {
-      if (k == wanted_at) arrive(&shared.wanted);
-      ring.wait_empty();
-      uint64_t* filled = ring.filled();
-      if constexpr (T::kPacked) filled = &shared.more.arrived[ring.turn % T::kStages];
-      expect_bytes(filled, width * kLineBytes);
+    do {
+      --left;
 #pragma unroll 1
-      for (int32_t line = 0; line < width; line += lines)
-        load_box(map, ring.stage() + kWeightBytes<T> + line * kLineBytes, filled, k, row + line, 0);
-    }
+      for (int32_t k = 0; k < end; k += kStep<T>, ++ring.turn) {
+        if (k == wanted_at && left == 0) arrive(&shared.wanted);
+        ring.wait_empty();
+        uint64_t* filled = ring.filled();
+        if constexpr (T::kOrdered) filled = &shared.more.arrived[ring.turn % T::kStages];
+        expect_bytes(filled, width * kLineBytes);
+        const uint32_t to = ring.stage() + kWeightBytes<T>;
+#pragma unroll 1
+        for (int32_t line = 0; line < width; line += lines)
+          load_box(map, to + line * kLineBytes, filled, k, row + line, 0);
+      }
+    } while (left);
     tiles.done();
   }
 }
@@ -173,7 +182,8 @@ class LaneScales {
   __device__ __forceinline__ void copy_next(Shared<T>& shared, int32_t stage) {
     const float* from = of_row_;
     auto& scales = shared.scales[stage].apart;
-    float* to = &scales.of_rows[lane_];
+    // Where threads read the scales of four tokens at once, these follow one another.
+    float* to = &scales.of_rows[T::kPasses > 1 ? place_of_factor(lane_) : lane_];
 #pragma unroll 1
     for (int32_t token = lane_; token < count_; token += 32, from += next_row_, to += 32)
       copy_scale(to, from);

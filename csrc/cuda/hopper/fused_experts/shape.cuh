@@ -15,6 +15,10 @@ struct Fp8 {
   static constexpr bool kScaled = true;
   // Weights are codes of half a byte.
   static constexpr bool kPacked = false;
+  // Rows lie in the order in which codes are widened.
+  static constexpr bool kOrdered = false;
+  // Parts of a tile's weight rows, one after the other, each with all of k.
+  static constexpr int kPasses = 1;
   // Rows of an expert in a tile, at most. More leave no registers: two sums of a thread, of half as
   // many columns each, and sums of one block of k.
   static constexpr int kTokens = static_cast<int>(kFusedTokens);
@@ -49,14 +53,35 @@ struct Mxfp4 {
   using Element = uint8_t;  // of rows and h
   static constexpr bool kScaled = true;
   static constexpr bool kPacked = true;
+  static constexpr bool kOrdered = true;
+  static constexpr int kPasses = 1;
   // Widened weights and sums of a scale take registers, too.
   static constexpr int kTokens = static_cast<int>(kFusedMxfp4Tokens);
   // Each widens a quarter of the weights: while one waits for its products, others widen.
   static constexpr int kGroups = 4;
   static constexpr int kStages = 6;
+  static constexpr int kScaleStages = 3;
   static constexpr int kStepsAtOnce = 1;
   static constexpr int kLeavingTokens = kTokens;
   static constexpr int64_t kMostExperts = kFusedExperts;
+};
+
+// The same with many rows of an expert.
+struct ManyMxfp4 {
+  using Element = uint8_t;  // of rows and h
+  static constexpr bool kScaled = true;
+  static constexpr bool kPacked = true;
+  static constexpr bool kOrdered = false;
+  // With half of the weight rows at a time registers have room for so many tokens. An expert that
+  // has 128 or 256 rows on average seldom has more than one or two tiles of them.
+  static constexpr int kPasses = 2;
+  static constexpr int kTokens = static_cast<int>(kFusedManyMxfp4Tokens);
+  static constexpr int kGroups = 2;
+  static constexpr int kStages = 5;
+  static constexpr int kScaleStages = 2;
+  static constexpr int kStepsAtOnce = 1;
+  static constexpr int kLeavingTokens = kTokens;
+  static constexpr int64_t kMostExperts = kFusedManyMxfp4Experts;
 };
 
 // The same in bf16, without scales.
@@ -64,6 +89,8 @@ struct Bf16 {
   using Element = __nv_bfloat16;
   static constexpr bool kScaled = false;
   static constexpr bool kPacked = false;
+  static constexpr bool kOrdered = false;
+  static constexpr int kPasses = 1;
   // Tiles of 144 to 176 rows, which leave room for three stages only, were slower.
   static constexpr int kTokens = static_cast<int>(kFusedTokens);
   static constexpr int kGroups = 2;
@@ -86,8 +113,12 @@ constexpr int kHColumns = static_cast<int>(kScaleBlock);
 constexpr int kOutputs = kWeightRows;
 // A tile's rows are rounded up to a multiple of it, which is also the lines of a box.
 constexpr int kTokenStep = 16;
-// Weight rows in a box.
-constexpr int kBoxRows = 128;
+// Tokens in a box.
+template <typename T>
+constexpr int kBoxTokens = T::kPasses == 1 ? kTokenStep : 3 * kTokenStep;
+// Weight rows in a box: a quarter or a half of a pass.
+template <typename T>
+constexpr int kBoxRows = kWeightRows / 2 / T::kPasses;
 // Elements along k in a step: a line. In fp8 they share a scale.
 template <typename T>
 constexpr int kStep = kLineBytes / static_cast<int>(sizeof(typename T::Element));
@@ -119,7 +150,7 @@ static_assert(kLoadRegisters + kWriteRegisters + Fp8::kGroups * kMathRegisters <
 // --- Shared memory ---
 
 template <typename T>
-constexpr int kWeightBytes = kWeightRows * kWeightLineBytes<T>;
+constexpr int kWeightBytes = kWeightRows / T::kPasses * kWeightLineBytes<T>;
 template <typename T>
 constexpr int kStageBytes = kWeightBytes<T> + T::kTokens * kLineBytes;
 template <typename T>
@@ -156,9 +187,16 @@ constexpr uint32_t kOdds = 0x7531;
 constexpr int kBatchSteps = 4;
 constexpr int kPieceBytes = 16;
 constexpr int kWindowBytes = 2 * kPieceBytes;
-constexpr int kWindowsBytes = kWeightRows * kWindowBytes;
-constexpr int kScaleStages = 3;
-using ScaleStages = Ring<kScaleStages, kWindowsBytes>;
+template <typename T>
+constexpr int kWindowsBytes = kWeightRows / T::kPasses * kWindowBytes;
+template <typename T>
+using ScaleStages = Ring<T::kScaleStages, kWindowsBytes<T>>;
+
+// Scales, which are exponents, are at most so far apart.
+constexpr int kMostBelow = 255;
+// A table of what scales make of codes has an entry for each distance, also for those the other way
+// round, and one more.
+constexpr int kTableEntries = 2 * kMostBelow + 2;
 
 // --- A tile on its way ---
 
@@ -235,10 +273,21 @@ template <typename T>
 struct MoreShared {};
 template <>
 struct MoreShared<Mxfp4> {
-  alignas(16) char windows[kScaleStages][kWindowsBytes];
-  uint64_t mbarriers[2 * kScaleStages];
+  alignas(16) char windows[Mxfp4::kScaleStages][kWindowsBytes<Mxfp4>];
+  uint64_t mbarriers[2 * Mxfp4::kScaleStages];
   // Of stages: rows have arrived, not yet in order.
   uint64_t arrived[Mxfp4::kStages];
+};
+template <>
+struct MoreShared<ManyMxfp4> {
+  alignas(16) char windows[ManyMxfp4::kScaleStages][kWindowsBytes<ManyMxfp4>];
+  // The negative values of e2m1 in e4m3, a byte each, by how far a scale is below the largest of
+  // its weight row.
+  uint2 table[kTableEntries];
+  uint64_t mbarriers[2 * ManyMxfp4::kScaleStages];
+  // Of the places of the queue: the largest scale of each weight row, and that they are known.
+  uint64_t scaled[kQueue];
+  uint8_t largest[kQueue][kWeightRows];
 };
 
 // The mbarriers of the other stages between which a launch chooses. So all behind them lies at the
@@ -302,5 +351,6 @@ constexpr int64_t kMostSharedBytes = 227 << 10;
 static_assert(Shared<Fp8>::bytes(Fp8::kMostExperts) <= kMostSharedBytes);
 static_assert(Shared<Bf16>::bytes(Bf16::kMostExperts) <= kMostSharedBytes);
 static_assert(Shared<Mxfp4>::bytes(Mxfp4::kMostExperts) <= kMostSharedBytes);
+static_assert(Shared<ManyMxfp4>::bytes(ManyMxfp4::kMostExperts) <= kMostSharedBytes);
 
 }  // namespace epmoe::cuda::fused

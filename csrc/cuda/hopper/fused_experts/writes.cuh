@@ -95,7 +95,7 @@ __device__ __forceinline__ void write_h(const FewRowsArgs& args, const Tile& til
       const float scale = block_scale<kColumnsOfLane, kLanes>(h);
       if (token >= end_of<T>(tile, from_row) || !inside) continue;
       const auto h8 = to_fp8(h, scale);
-      if constexpr (T::kPacked)
+      if constexpr (T::kOrdered)
         store_ordered(static_cast<uint8_t*>(args.h_NF) + (tile.row + token) * args.F, column, h8);
       else
         *reinterpret_cast<Fp8Registers<kColumnsOfLane>*>(out + token * args.F) = h8;
@@ -110,11 +110,14 @@ __device__ __forceinline__ void write_h(const FewRowsArgs& args, const Tile& til
 
 // The formats of write_plain_h(), whose h lies as it is computed.
 template <typename T>
-constexpr bool kHasPlain = std::is_base_of_v<Fp8, T> || std::is_same_v<T, Bf16>;
+constexpr bool kHasPlain = !T::kOrdered;
 
-// Whether h is silu(gate) * up of the products as they are.
+// Whether h is silu(gate) * up of the products as they are. In fp8 a tile of it must be whole.
+template <typename T>
 __device__ __forceinline__ bool is_plain(const FewRowsArgs& args) {
   const Gating& gating = args.gating;
+  if constexpr (T::kScaled && !kWhole<T>)
+    if (args.F % kHColumns) return false;
   return !args.gate_up_bias && gating.limit == INFINITY && gating.alpha == 1.0f &&
          gating.up_offset == 0.0f;
 }
@@ -237,7 +240,7 @@ __device__ __forceinline__ void write_rows(const FewRowsArgs& args, const Tile& 
   wait_mbarrier(&shared.summed, turn & 1);
   if (tile.down)
     write_outputs(args, tile, shared, from_row);
-  else if (kHasPlain<T> && is_plain(args))
+  else if (kHasPlain<T> && is_plain<T>(args))
     write_plain_h(args, tile, shared, from_row);
   else
     write_h(args, tile, shared, from_row);

@@ -81,8 +81,8 @@ class LaneWindows {
 
 __device__ __forceinline__ void load_codes(const FewRowsArgs& args, const Maps& maps,
                                            Shared<Mxfp4>& shared, Stages<Mxfp4> ring,
-                                           ScaleStages windows) {
-  constexpr int kHalf = kBoxRows * kWeightLineBytes<Mxfp4>;
+                                           ScaleStages<Mxfp4> windows) {
+  constexpr int kHalf = kBoxRows<Mxfp4> * kWeightLineBytes<Mxfp4>;
   const bool first_lane = threadIdx.x % 32 == 0;
   Tiles<Mxfp4> tiles(shared, shared.claimed);
   while (true) {
@@ -90,7 +90,7 @@ __device__ __forceinline__ void load_codes(const FewRowsArgs& args, const Maps& 
     if (tile.expert == kNoTile) return;
     const CUtensorMap& first = tile.down ? maps.down : maps.gates;
     const CUtensorMap& second = tile.down ? maps.down : maps.ups;
-    const int32_t second_row = tile.down ? tile.column + kBoxRows : tile.column;
+    const int32_t second_row = tile.down ? tile.column + kBoxRows<Mxfp4> : tile.column;
     const bool both = !tile.down || second_row < args.D;
     LaneWindows scales(args, tile);
 #pragma unroll 1

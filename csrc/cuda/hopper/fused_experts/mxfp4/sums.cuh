@@ -209,7 +209,7 @@ __device__ __forceinline__ void spoil(float (&sums)[kCount], const bool (&nan)[2
 template <int kWidth>
 __device__ __forceinline__ void sum_few(const FewRowsArgs& args, const Tile& tile,
                                         const Shared<Mxfp4>& shared, Stages<Mxfp4>& ring,
-                                        ScaleStages& windows, float (&sums)[kWidth / 2]) {
+                                        ScaleStages<Mxfp4>& windows, float (&sums)[kWidth / 2]) {
   const int32_t row = row_of_thread(tile);
   const int32_t steps = tile.steps;
   const ScalesOfThread scales(args, tile, row);
@@ -253,7 +253,7 @@ __device__ __forceinline__ void sum_few(const FewRowsArgs& args, const Tile& til
 template <int kWidth>
 __device__ __forceinline__ void sum_many(const FewRowsArgs& args, const Tile& tile,
                                          const Shared<Mxfp4>& shared, Stages<Mxfp4>& ring,
-                                         ScaleStages& windows, float (&sums)[kWidth / 2]) {
+                                         ScaleStages<Mxfp4>& windows, float (&sums)[kWidth / 2]) {
   // Tokens whose products are summed together: more leave no registers.
   constexpr int kPart = kWidth % 32 ? 16 : 32;
   constexpr int kSums = kPart / 2;

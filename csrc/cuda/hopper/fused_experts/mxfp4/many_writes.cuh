@@ -1,0 +1,34 @@
+// The role that writes where weights are MXFP4 and an expert has many rows. It finds the largest
+// scales of a tile, too, before that is multiplied.
+#pragma once
+#include "cuda/hopper/fused_experts/mxfp4/many_loads.cuh"
+#include "cuda/hopper/fused_experts/writes.cuh"
+
+namespace epmoe::cuda::fused {
+
+// The next tile is claimed before this one has been summed.
+__device__ __forceinline__ void write_tiles_of_passes(const FewRowsArgs& args,
+                                                      Shared<ManyMxfp4>& shared) {
+  Tiles<ManyMxfp4> ahead(shared, shared.claimed);
+  Tiles<ManyMxfp4> tiles(shared, shared.claimed);
+  for (int32_t turn = -1;; ++turn) {
+    // Scales of the next tile.
+    const Tile& next = ahead.next();
+    if (next.expert != kNoTile) {
+      const int32_t place = ahead.place();
+      find_largest(args, next, shared.more.largest[place]);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) arrive(&shared.more.scaled[place]);
+      ahead.skip();
+    }
+    if (turn < 0) continue;
+    // Products of this one.
+    const Tile& tile = tiles.next();
+    if (tile.expert == kNoTile) return;
+    write_rows(args, tile, shared, turn, 0);
+    if (!tile.down) count_h(args, tile);
+    tiles.done_as_warp();
+  }
+}
+
+}  // namespace epmoe::cuda::fused

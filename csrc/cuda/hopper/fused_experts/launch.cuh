@@ -14,10 +14,11 @@ static __global__ void clear_counters(const __grid_constant__ FewRowsArgs args) 
   if (i < args.num_counters) args.counters[i] = 0;
 }
 
-// Where two steps are loaded together, L2 need not fetch the second one ahead.
+// Where two steps are loaded together, L2 need not fetch the second one ahead. In MXFP4 two steps
+// are 128 bytes.
 template <typename T>
-constexpr auto kFetched =
-    T::kStepsAtOnce == 2 ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
+constexpr auto kFetched = T::kStepsAtOnce == 2 || T::kPacked ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+                                                             : CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
 
 template <typename T>
 cudaError_t describe_weights(const FewRowsArgs& args, WeightMaps& maps) {

@@ -114,7 +114,7 @@ std::string layouts() {
                  kNonfiniteWeights, kDroppedPairs, kClampedNumTokens, kTimeouts) +
          NUMBERS(constants, kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kNumWireFormats,
                  kScaleBlock, kMaxTag, kMaxParts, kPartCounts, kProductParts, kMostProductBytes,
-                 kLLTokenBits, kNumCounters, kTimeout, kMismatch, kOutOfTurn, kUnscheduled,
+                 kCountColumns, kNumCounters, kTimeout, kMismatch, kOutOfTurn, kUnscheduled,
                  kOutdated, kEmptySeat, kEmptySeatShape);
 }
 

@@ -191,9 +191,8 @@ struct CallShape {
 constexpr uint32_t kEmptySeat = 0xfffffffe;
 // The same: the shape of a call that agrees with every other.
 constexpr uint32_t kEmptySeatShape = 0xfdffffff;
-// Dispatch on CUDA sends the number of an LL call's tokens in so many bits
-// (cuda/dispatch/block.cuh).
-constexpr int kLLTokenBits = 11;
+// The words of a source in dispatch on CUDA before its counts (cuda/dispatch/block.cuh).
+constexpr int kCountColumns = 3;
 
 // What went wrong, for the host. It lies in host memory (pinned on CUDA). Kernels write it, and the
 // host does for a kernel of its own that does not begin. The host looks at it without

@@ -133,7 +133,8 @@ dist.destroy_process_group()
 EXCHANGE = f"""{BEGIN}
 from exchanges import assert_round, assert_y, make_config, make_tokens, run_round
 import epmoe, epmoe.exchange.memory
-for epmoe.exchange.memory.LL_MAX_TOKENS in (1024, 8):
+for ll_max_tokens in (1024, 8):
+    epmoe.exchange.memory.most_ll_tokens = lambda *_: ll_max_tokens
     for payload in ("auto", "fp8"):
         exchange = {{"payload": payload, "combine_payload": payload}}
         sizes = {{"hidden": 256, "dtype": "bfloat16", "max_tokens": 40}}
@@ -153,7 +154,8 @@ import epmoe, epmoe.exchange.memory
 live = {{"live": True, "slots_per_rank": 8, "staging_mb": 1}}
 sizes = {{"experts": 8, "hidden": 256, "dtype": "bfloat16", "max_tokens": 40}}
 config = make_config(size, max_ranks=size + 2, **sizes, timeout_s=60.0, placement=live)
-for epmoe.exchange.memory.LL_MAX_TOKENS in (1024, 8):
+for ll_max_tokens in (1024, 8):
+    epmoe.exchange.memory.most_ll_tokens = lambda *_: ll_max_tokens
     with epmoe.ExpertParallel(config, device=device) as ep:
         gains_SD = gains(ep.config, 256)[ep.logical_experts(1)].bfloat16().to(device)
         for seed in range(4):

@@ -12,7 +12,7 @@ from helpers import ROOT
 
 import epmoe
 from epmoe.exchange.launch_policy import launches, shared_bytes_needed
-from epmoe.exchange.memory import LL_MAX_TOKENS, MemoryPlan
+from epmoe.exchange.memory import MemoryPlan
 from epmoe.native.build import CUDA_FLAGS
 from epmoe.native.formats import WIRE_FORMATS
 
@@ -103,7 +103,7 @@ def test_two_fifths_make_sums_of_expert_major_rows(K):
 # tokens each block sends one batch of short rows, or five of long ones.
 MANY_TOKENS = [
     (2048, 128, 4096, (256, 16), (0, 231, 2, 2)),
-    (2048, 128, 2048, (205, 10), (0, 231, 2, 2)),
+    (2048, 128, 2560, (197, 13), (0, 231, 2, 2)),
     (7168, 256, 4096, (205, 4), (0, 231, 4, 2)),
 ]
 
@@ -143,7 +143,7 @@ def test_a_launch_holds_together():
     for R in (1, 2, 3, 8, 32):
         for payload in ("auto", "fp8"):
             plan = plan_of(R, payload=payload, combine_payload=payload)
-            for T in (0, 1, 7, 9, 65, 257, 1024, 1025, 4096):
+            for T in (0, 1, 7, 9, 65, 257, 1024, 1025, 2048, 2049, 4096):
                 for sms in (1, 2, 24, 132):
                     for phases in ((True, True), (True, False), (False, True)):
                         send, receive = phases
@@ -160,7 +160,8 @@ def test_a_launch_holds_together():
                         assert c.threads // 32 % c.team == 0 or c.send_lines
                         assert d.threads in (384, 512) and c.threads in (384, 512)
                         assert max(d.shared_bytes, c.shared_bytes) <= shared_bytes_needed(plan)
-                        assert (d.recv_lines > 0) == (c.send_lines > 0) == (T <= LL_MAX_TOKENS)
+                        takes_ll = plan.sizes["ll_max_tokens"] >= T
+                        assert (d.recv_lines > 0) == (c.send_lines > 0) == takes_ll
                         # A receiver waits: at most 3/4 of the GPU, and one line a lane.
                         if not send:
                             assert max(d.blocks, c.blocks) <= max(sms * 3 // 4, 1)

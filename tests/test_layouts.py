@@ -13,7 +13,8 @@ from helpers import alone
 import epmoe
 from epmoe.exchange.health import COUNTERS
 from epmoe.exchange.memory import (
-    LL_MAX_TOKENS,
+    COUNT_COLUMNS,
+    LL_MAX_TOKENS_OF_TWO,
     MAX_PARTS,
     NUM_COUNTERS,
     PART_COUNTS,
@@ -29,7 +30,9 @@ from epmoe.native.ops import DTYPES
 def plan(transport: str) -> MemoryPlan:
     return MemoryPlan.build(
         alone(
-            max_tokens=2 * LL_MAX_TOKENS, topology={"ep_size": 2}, exchange={"transport": transport}
+            max_tokens=2 * LL_MAX_TOKENS_OF_TWO,
+            topology={"ep_size": 2},
+            exchange={"transport": transport},
         )
     )
 
@@ -68,8 +71,8 @@ def test_sizes_of_buffers():
     counts = plan("nvlink").sizes["P"] + plan("nvlink").sizes["R"]
     parts, lines, _ = plan("nvlink")["part_counts"].shape
     assert parts == MAX_PARTS and (lines - 1) * PART_COUNTS < counts <= lines * PART_COUNTS
-    # Dispatch on GPUs sends the number of LL tokens in so many bits.
-    assert plan("nvlink").sizes["ll_max_tokens"] == LL_MAX_TOKENS < 1 << constant("kLLTokenBits")
+    assert plan("nvlink").sizes["ll_max_tokens"] == LL_MAX_TOKENS_OF_TWO
+    assert constant("kCountColumns") == COUNT_COLUMNS
 
 
 def test_counters_by_their_numbers():

@@ -154,7 +154,8 @@ class Gpu(Processor):
         # A shape that agrees with every call. Its highest bit is set, so the int64 is negative.
         any_shape = (epoch | constant("kEmptySeatShape") << 32) - (1 << 64)
 
-        # Pairs of each expert: none. The first two words are the rows and the shape of the call.
+        # Pairs of each expert: none. The first words are the rows, the shape and the tokens of the
+        # call.
         counts = views["recv.counts"]
         counts[empty] = epoch
         counts[empty, 0] = no_rows

@@ -26,10 +26,16 @@ BUFFER_ALIGNMENT = 128
 PAGE_BYTES = 4096
 # The counts of `Health` that are one number: `Counter` in csrc/types.h.
 NUM_COUNTERS = 8
-# On GPUs, calls of up to 1024 tokens use the LL protocol (csrc/cuda/exchange/ll.cuh). Dispatch
-# sends the number of tokens in 11 bits (`kLLTokenBits` in csrc/cuda/dispatch/block.cuh), so 2047 is
-# the limit.
+# On GPUs, calls of up to so many tokens use the LL protocol (csrc/cuda/exchange/ll.cuh): in
+# general; of a rank alone; of two ranks; and of two ranks whose rows in x are longer than
+# `SHORT_ROW_BYTES`. docs/experiments.md has what was measured.
 LL_MAX_TOKENS = 1024
+LL_MAX_TOKENS_OF_ONE = 1535
+LL_MAX_TOKENS_OF_TWO = 2048
+LL_MAX_LONG_TOKENS_OF_TWO = 1792
+SHORT_ROW_BYTES = 8 << 10
+# The words of a source in dispatch on GPUs before its counts: `kCountColumns` in csrc/plan.h.
+COUNT_COLUMNS = 3
 # `RailTag` in csrc/rail.h.
 RAIL_TAG_BYTES = 16
 # A line of the LL protocol has 16 bytes.
@@ -369,9 +375,9 @@ def _sizes(
     # Calls of up to `small_alignment_tokens` tokens take the small alignment, which makes small
     # gaps between segments. With more tokens the large blocks of a GEMM are full on average, and
     # small blocks would read weights twice.
-    ll_tokens = min(M, LL_MAX_TOKENS) if lines else 0
+    ll_tokens = min(M, most_ll_tokens(R, D * x_dtype.itemsize)) if lines else 0
     small_alignment = config.small_alignment if nvlink else alignment
-    small_alignment_tokens = min(ll_tokens, config.tokens_that_fill(alignment) - 1)
+    small_alignment_tokens = min(ll_tokens, LL_MAX_TOKENS, config.tokens_that_fill(alignment) - 1)
 
     # The bytes of a row on its way to the experts, with its extra bytes, and on its way back. In
     # the LL protocol the scales follow the row. On the way back, scales fill whole lines of 16
@@ -424,6 +430,17 @@ def _sizes(
     )
 
 
+def most_ll_tokens(R: int, row_bytes: int) -> int:
+    """The most tokens of a call that uses the LL protocol, among R ranks of a node whose rows have
+    so many bytes in x.
+    """
+    if R > 2:
+        return LL_MAX_TOKENS
+    if R == 1:
+        return LL_MAX_TOKENS_OF_ONE
+    return LL_MAX_TOKENS_OF_TWO if row_bytes <= SHORT_ROW_BYTES else LL_MAX_LONG_TOKENS_OF_TWO
+
+
 def _layout(config: EPConfig, sizes: Mapping[str, int], nvlink: bool) -> _Layout:
     """The buffers of window and scratch that every rank has, in the order of csrc/plan.h.
 
@@ -474,7 +491,7 @@ def _layout(config: EPConfig, sizes: Mapping[str, int], nvlink: bool) -> _Layout
         # Flags and counts by which GPUs see each row arrive by itself.
         ("window", "recv.flags", on_gpus(R, M), i32),
         ("window", "recv.ordinals", on_gpus(R, M, K), i32),
-        ("window", "recv.counts", on_gpus(R, R * sizes["most_local_experts"] + 2), i64),
+        ("window", "recv.counts", on_gpus(R, COUNT_COLUMNS + R * sizes["most_local_experts"]), i64),
         ("window", "combine.flags", on_gpus(R, M), i32),
         # Lines of the LL protocol.
         ("window", "ll.pairs", on_gpus(R, ll_tokens, K, LINE_INTS), i32),

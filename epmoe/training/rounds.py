@@ -26,6 +26,7 @@ from epmoe.exchange.call import Call
 from epmoe.exchange.descriptors import WeightUse
 from epmoe.exchange.exchange import takes_turn
 from epmoe.exchange.handles import Dispatched, RoundShape, Rows
+from epmoe.exchange.memory import LL_MAX_TOKENS
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import DISPATCHED
 from epmoe.exchange.templates import rows_as
@@ -175,7 +176,7 @@ class Rounds:
         """
         # Only kernels on GPUs multiply, and only rows that arrive in the dtype of x. A call with
         # few tokens, by the LL protocol, is too short to gain.
-        few_tokens = x.shape[0] <= exchange.plan.sizes["ll_max_tokens"]
+        few_tokens = x.shape[0] <= min(exchange.plan.sizes["ll_max_tokens"], LL_MAX_TOKENS)
         if few_tokens or not x.is_cuda or self._wire.packed:
             return None
         if outputs.dtype != x.dtype or not len(outputs):
@@ -275,6 +276,8 @@ def _dispatch(
     if wire.packed:
         operands = operands._replace(x=ops.pack_fp8(operands.x, tokens, num_real))
     prepared = exchange.descriptors.of_training(sent.descriptor, weight_use, num_sms)
+    # A combine that aborts the round must take the same protocol, wherever a signal handler raises.
+    sent.descriptor = prepared
     outputs = None
     products = None
     if product_memory is not None:

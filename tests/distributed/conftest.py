@@ -127,8 +127,9 @@ def make_ep(
     """
     made = []
 
-    def make(ll_max_tokens: int = memory.LL_MAX_TOKENS, **options) -> ExpertParallel:
-        monkeypatch.setattr(memory, "LL_MAX_TOKENS", ll_max_tokens)
+    def make(ll_max_tokens: int | None = None, **options) -> ExpertParallel:
+        if ll_max_tokens is not None:
+            monkeypatch.setattr(memory, "most_ll_tokens", lambda *_: ll_max_tokens)
         made.append(ExpertParallel(make_config(dist.get_world_size(), **options), device=device))
         return made[-1]
 

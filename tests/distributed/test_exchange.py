@@ -9,6 +9,8 @@ from exchanges import expected_y, make_config, make_tokens, run_experts, run_rou
 from factors import all_pairs
 from helpers import ON_GPUS, assert_close, poison_
 
+from epmoe.exchange.memory import most_ll_tokens
+
 CASES = all_pairs(
     {
         "max_tokens": [12, 70],
@@ -101,6 +103,23 @@ def test_agrees_with_the_dense_reference(make_ep, rank, size, case):
             "extras": extras,
         }
         assert check_round(ep, tokens, case["layout"], **options).has_the_bits_of_other_phases()
+
+
+@ON_GPUS
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_the_most_tokens_of_the_ll_protocol(make_ep, rank, size, layout):
+    """Also beside a source of one token, and one that brings some ranks no rows."""
+    ep = make_ep(experts=2 * size, top_k=2, hidden=256, dtype="bfloat16", max_tokens=2100)
+    most = ep.memory_plan().sizes["ll_max_tokens"]
+    assert most == most_ll_tokens(size, 256 * 2)
+    for seed, (first, others) in enumerate(
+        [(most, most), (most, 1), (1, most), (most - 1, most + 1)]
+    ):
+        tokens = [make_tokens(ep.config, r, others if r else first, seed=seed) for r in range(size)]
+        check_round(ep, tokens, layout)
+        # Both experts of rank 0 for every token of rank 0: the other ranks get none of its rows.
+        tokens[0].ids[:] = torch.arange(2, dtype=tokens[0].ids.dtype)
+        check_round(ep, tokens, layout)
 
 
 @pytest.mark.parametrize("ll_max_tokens", [4, 32])

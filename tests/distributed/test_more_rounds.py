@@ -36,7 +36,7 @@ def make_layers(
     made = []
 
     def make(ll_max_tokens: int = memory.LL_MAX_TOKENS, **options) -> SharedExpertParallel:
-        monkeypatch.setattr(memory, "LL_MAX_TOKENS", ll_max_tokens)
+        monkeypatch.setattr(memory, "most_ll_tokens", lambda *_: ll_max_tokens)
         made.append(SharedExpertParallel(make_config(size, max_tokens=M, **options), None, device))
         return made[-1]
 

@@ -8,12 +8,10 @@
 
 namespace epmoe::cuda {
 
-// The counts of a source start with two words: its size (rows sent; LL or Simple; with LL the
-// number of tokens), and the shape of its call. The pairs by rank and local expert follow. The tag
-// of the call takes the bits that the two words have left.
-constexpr int kCountColumns = 2;
-constexpr int kMaxLLTokens = (1 << kLLTokenBits) - 1;
-constexpr int kSizeBits = 1 + 2 * kLLTokenBits;
+// The counts of a source start with three words: its size (LL or Simple; rows sent), the shape of
+// its call, and with LL the number of its tokens. The pairs by rank and local expert follow. The
+// tag of the call takes the bits that the first two words have left.
+constexpr int kSizeBits = 1 + 22;
 constexpr int kShapeBits = 26;
 constexpr uint32_t kSizeMask = (1u << kSizeBits) - 1;
 static_assert((32 - kSizeBits) + (32 - kShapeBits) ==
@@ -22,16 +20,14 @@ static_assert((32 - kSizeBits) + (32 - kShapeBits) ==
 // Beside the shape of a call: the source needs a round after this one.
 constexpr uint32_t kMoreRounds = 1u << (kShapeBits - 1);
 
-// What a source says of its call in its first two words, and what of it must be equal on all ranks.
+// What a source says of its call in its first words, and what of it must be equal on all ranks.
 struct CallWords {
   uint32_t size, shape;
+  int32_t ll_tokens;  // 0 with Simple
 
   __device__ __forceinline__ bool is_ll() const { return size & 1; }
-  __device__ __forceinline__ int32_t ll_tokens() const {
-    return is_ll() ? size >> 1 & kMaxLLTokens : 0;
-  }
   __device__ __forceinline__ int32_t rows() const {
-    return (size & kSizeMask) >> (is_ll() ? 1 + kLLTokenBits : 1);
+    return static_cast<int32_t>((size & kSizeMask) >> 1);
   }
   __device__ __forceinline__ int32_t tag() const {
     return static_cast<int32_t>(size >> kSizeBits | shape >> kShapeBits << (32 - kSizeBits));
@@ -62,7 +58,7 @@ struct DispatchKernel {
   int32_t row_chunks, chunk_bytes;
   int32_t batch_tokens;
   int64_t asked;   // `more_rounds` of Progress
-  CallWords call;  // this source's first two words, without rows
+  CallWords call;  // this source's first words, without rows and tokens
 
   __device__ __forceinline__ int32_t tokens(int64_t wanted) const {
     return static_cast<int32_t>(min(max(wanted, int64_t{0}), args.T));
@@ -82,8 +78,7 @@ struct DispatchKernel {
     return args.expert_major && args.receive && !args.weight_rows && send_offset_entries &&
            !uses_ll();
   }
-  // `call`, as the host computes it. The first word: bit 0 says LL; then with LL the tokens; then
-  // the rows.
+  // `call`, as the host computes it. The first word: bit 0 says LL; then the rows.
   CallWords call_without_rows(uint32_t tag) const {
     CallShape shape{.D4_less_1 = static_cast<uint32_t>((args.D >> 2) - 1),
                     .aligned = ex.plan.alignment > 1,
@@ -94,12 +89,10 @@ struct DispatchKernel {
                     .trains = args.to_caller,
                     .more_rounds = 0,
                     .tag_high = tag >> (32 - kSizeBits)};
-    return {uint32_t{uses_ll()} | tag << kSizeBits, std::bit_cast<uint32_t>(shape)};
+    return {uint32_t{uses_ll()} | tag << kSizeBits, std::bit_cast<uint32_t>(shape), 0};
   }
   // This source's first word.
-  __device__ __forceinline__ uint32_t size(int32_t rows, int32_t tokens) const {
-    return call.size | (uses_ll() ? tokens << 1 | rows << (1 + kLLTokenBits) : rows << 1);
-  }
+  __device__ __forceinline__ uint32_t size(int32_t rows) const { return call.size | rows << 1; }
   __device__ __forceinline__ int64_t count_columns() const {
     return ex.plan.R * ex.plan.most_local_experts + kCountColumns;
   }

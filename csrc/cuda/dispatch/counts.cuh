@@ -39,9 +39,10 @@ __device__ __forceinline__ void send_counts(DispatchBlock& b, int32_t tokens) {
   if (int32_t rank = block_threads() - 1 - threadIdx.x; rank < R) {
     Word* words = b.kernel.counts(rank, plan.rank);
     int32_t rows = b.shared.rank_count[rank];
-    Word::publish(words, b.wait.epoch, static_cast<int32_t>(b.kernel.size(rows, tokens)));
+    Word::publish(words, b.wait.epoch, static_cast<int32_t>(b.kernel.size(rows)));
     uint32_t more = b.kernel.asked & 1 ? kMoreRounds : 0;
     Word::publish(words + 1, b.wait.epoch, static_cast<int32_t>(b.kernel.call.shape | more));
+    Word::publish(words + 2, b.wait.epoch, kLL ? tokens : 0);
     in_scratch<int64_t>(b.ex, plan.health_rows_sent)[rank] += rows;
   }
 }

@@ -38,7 +38,7 @@ __device__ __forceinline__ bool any_source_uses_ll(const DispatchBlock& b) {
 #pragma unroll 1
   for (int32_t r = 0; r < b.plan.R; ++r) {
     Word word = Word::peek(b.kernel.counts(b.plan.rank, r));
-    CallWords call{static_cast<uint32_t>(word.value()), 0};
+    CallWords call{static_cast<uint32_t>(word.value()), 0, 0};
     any = any || (b.wait.reached(word.epoch()) && call.is_ll());
   }
   return any;
@@ -144,11 +144,12 @@ __device__ __forceinline__ bool receive_counts(DispatchBlock& b) {
     int32_t words[kCountColumns] = {};
     Word* first = b.kernel.counts(rank, r);
     arrived = b.wait.await_counted(first, r, words) && arrived;
-    CallWords call{static_cast<uint32_t>(words[0]), static_cast<uint32_t>(words[1])};
+    CallWords call{static_cast<uint32_t>(words[0]), static_cast<uint32_t>(words[1]), words[2]};
     bool ll = call.is_ll();
     shared.rank_count[r] =
         min(call.rows(), static_cast<int32_t>(ll ? b.plan.ll_max_tokens : b.plan.M));
-    int32_t tokens = min(call.ll_tokens(), static_cast<int32_t>(b.plan.ll_max_tokens));
+    int32_t most_tokens = ll ? static_cast<int32_t>(b.plan.ll_max_tokens) : 0;
+    int32_t tokens = min(max(call.ll_tokens, 0), most_tokens);
     shared.ll_tokens[r] = tokens;
     atomicMax(tokens ? &shared.ll_most_tokens : &shared.simple_most_rows,
               tokens ? tokens : shared.rank_count[r]);

@@ -83,17 +83,19 @@ rows = Rows(COUNTS, FP8, device)
 assert rows.outputs(fused(device, gpt_oss=True), None).isfinite().all()
 print("done")
 """
-# The same of MXFP4 over rows in fp8, in tiles of few rows and of many, whose rows have a stride.
+# The same of MXFP4 over rows in fp8, which have a stride, by the kernels for few rows and for many.
 ONE_KERNEL_OF_MXFP4 = """
 import torch
 from expert_inputs import GPT_OSS
 from test_drawn_mxfp4 import Case, Options
 torch.set_grad_enabled(False)
 for activation, spaces in ((GPT_OSS, (48, 16)), ({}, (0, 0))):
-    options = Options([3, 0, 17, 70, 1], 192, 320, activation, (bool(activation),) * 2)
-    case = Case(options._replace(spaces=spaces), torch.device("cuda"))
-    experts = case.experts()
-    assert case.keeps_fp8(experts) and case.outputs(experts).isfinite().all()
+    for said in (1.0, 200.0):
+        options = Options([3, 0, 17, 170, 1], 192, 320, activation, (bool(activation),) * 2)
+        options = options._replace(spaces=spaces, rows_per_expert=said)
+        case = Case(options, torch.device("cuda"))
+        experts = case.experts()
+        assert case.keeps_fp8(experts) and case.outputs(experts).isfinite().all()
 print("done")
 """
 # Slabs for each node, with more rows than they hold and without, and their sums.

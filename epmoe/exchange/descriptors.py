@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from epmoe.config.deadlines import Deadlines
-from epmoe.exchange.memory import LL_MAX_TOKENS, MemoryPlan
+from epmoe.exchange.memory import MemoryPlan, ll_tokens_of_training
 from epmoe.native.layouts import struct, words
 
 
@@ -114,9 +114,7 @@ class Descriptors:
             plan = self._plan_type.from_address(made.data_ptr())
             fields = self._type.from_address(made.data_ptr())
             plan.num_sms = min(plan.num_sms, num_sms)
-            # Only rows of the Simple protocol are multiplied by weights as they arrive, which
-            # spares more than the LL protocol does for calls of so many tokens.
-            plan.ll_max_tokens = min(plan.ll_max_tokens, LL_MAX_TOKENS)
+            plan.ll_max_tokens = ll_tokens_of_training(plan.ll_max_tokens)
             # Segments of training have one alignment, however few tokens a call brings.
             plan.small_alignment = plan.alignment
             # The GEMMs for gradients of weights read the rows of gaps, too.

@@ -441,6 +441,16 @@ def most_ll_tokens(R: int, row_bytes: int) -> int:
     return LL_MAX_TOKENS_OF_TWO if row_bytes <= SHORT_ROW_BYTES else LL_MAX_LONG_TOKENS_OF_TWO
 
 
+def ll_tokens_of_training(ll_max_tokens: int) -> int:
+    """The most tokens of a call with gradients that uses the LL protocol, where calls without them
+    use it up to `ll_max_tokens`.
+
+    Only rows of the Simple protocol are multiplied by weights as they arrive, which spares more
+    than the LL protocol does for calls of more tokens.
+    """
+    return min(ll_max_tokens, LL_MAX_TOKENS)
+
+
 def _layout(config: EPConfig, sizes: Mapping[str, int], nvlink: bool) -> _Layout:
     """The buffers of window and scratch that every rank has, in the order of csrc/plan.h.
 

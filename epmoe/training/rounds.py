@@ -26,7 +26,7 @@ from epmoe.exchange.call import Call
 from epmoe.exchange.descriptors import WeightUse
 from epmoe.exchange.exchange import takes_turn
 from epmoe.exchange.handles import Dispatched, RoundShape, Rows
-from epmoe.exchange.memory import LL_MAX_TOKENS
+from epmoe.exchange.memory import ll_tokens_of_training
 from epmoe.exchange.node import NodeExchange
 from epmoe.exchange.round_state import DISPATCHED
 from epmoe.exchange.templates import rows_as
@@ -176,8 +176,8 @@ class Rounds:
         """
         # Only kernels on GPUs multiply, and only rows that arrive in the dtype of x. A call with
         # few tokens, by the LL protocol, is too short to gain.
-        few_tokens = x.shape[0] <= min(exchange.plan.sizes["ll_max_tokens"], LL_MAX_TOKENS)
-        if few_tokens or not x.is_cuda or self._wire.packed:
+        most_of_ll = ll_tokens_of_training(exchange.plan.sizes["ll_max_tokens"])
+        if x.shape[0] <= most_of_ll or not x.is_cuda or self._wire.packed:
             return None
         if outputs.dtype != x.dtype or not len(outputs):
             return None

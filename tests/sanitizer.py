@@ -72,15 +72,18 @@ for rows_per_expert in (1.0, 8.0, 64.0, None):
     assert rows.outputs(experts, rows_per_expert).isfinite().all()
 print("done")
 """
-# The experts in one kernel.
+# The experts in one kernel, with tiles of up to 128 rows, of which some are full, and of up to 80.
 ONE_KERNEL = """
 import torch
 from test_few_rows import COUNTS, FP8, Rows
-from test_fused_experts import fused
+from test_fused_experts import FULL, fused
 torch.set_grad_enabled(False)
 device = torch.device("cuda")
-rows = Rows(COUNTS, FP8, device)
-assert rows.outputs(fused(device, gpt_oss=True), None).isfinite().all()
+for counts in (COUNTS, FULL, [1, 0, 8, 9, 3, 0, 17, 80]):
+    rows = Rows(counts, FP8, device, width=640)
+    for gpt_oss in (False, True):
+        experts = fused(device, gpt_oss, sizes=(640, 384))
+        assert rows.outputs(experts, None).isfinite().all()
 print("done")
 """
 # The same of MXFP4 over rows in fp8, which have a stride, by the kernels for few rows and for many.

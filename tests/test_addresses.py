@@ -5,7 +5,9 @@ them.
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
+from threading import Thread, get_ident
 from unittest.mock import Mock
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from epmoe.exchange.addresses import Addresses
+from epmoe.exchange.gpu_memory import GpuMemory
 from epmoe.exchange.places import HostMemory, Places
 from epmoe.exchange.processors import processor_of
 
@@ -99,3 +102,72 @@ def test_memory_is_free_once_the_last_tensor_is_gone():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
     del view
     assert ranges_of_windows() == 0
+
+
+class MemoryOfGpu(HostMemory):
+    """It may not always be freed, as that of GPUs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.captures = False
+
+    def frees_now(self, maker: int) -> bool:
+        return not self.captures and maker == get_ident()
+
+
+def go(memory: HostMemory) -> None:
+    """Maps memory, which is left at once."""
+    mapped(Places(memory, 2, NBYTES), 2, 1)
+
+
+@pytest.mark.parametrize("others", [1, 3])
+def test_memory_that_is_left_during_a_capture_is_freed_later(others):
+    """By the next object that takes memory. Until then it stays."""
+    memory = MemoryOfGpu()
+    memory.captures = True
+    for _ in range(others):
+        go(memory)
+        assert ranges_of_windows()
+    mapped(Places(HostMemory(), 1, NBYTES), 1, 1)  # what may be freed is
+    assert ranges_of_windows() == 2 * others
+    memory.captures = False
+    Places(memory, 1, NBYTES)
+    assert ranges_of_windows() == 0
+
+
+def test_memory_that_is_left_on_another_thread_is_freed_by_its_own():
+    memory = MemoryOfGpu()
+    places = [Places(memory, 2, NBYTES)]
+    mapped(places[0], 2, 1)
+    other = Thread(target=places.clear)
+    other.start()
+    other.join()
+    assert ranges_of_windows() == 2
+    Places(memory, 1, NBYTES)
+    assert ranges_of_windows() == 0
+
+
+def test_a_group_that_opens_frees_what_a_thread_has_left_that_is_gone(addresses):
+    memory = MemoryOfGpu()
+    memory.captures = True
+    other = Thread(target=go, args=(memory,))
+    other.start()
+    other.join()
+    memory.captures = False
+    Places(HostMemory(), 1, NBYTES)
+    assert ranges_of_windows() == 2
+    addresses.windows(1, NBYTES)
+    assert ranges_of_windows() == 0
+
+
+@pytest.mark.parametrize("for_all", [True, False])
+@pytest.mark.parametrize("captures", [True, False])
+def test_when_memory_of_gpus_is_freed(monkeypatch, captures, for_all):
+    """Not in a capture. A wait for the whole GPU would end that of another thread, too."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    memory = GpuMemory.__new__(GpuMemory)
+    memory.device = torch.device("cuda")
+    memory._for_all = for_all
+    assert memory.frees_now(get_ident()) is not captures
+    assert memory.frees_now(0) is not (captures or for_all)

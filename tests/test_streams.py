@@ -9,6 +9,7 @@ import itertools
 import re
 import subprocess
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ import torch
 from helpers import NO_CUDA, ROOT, alone, is_right_in_a_fork
 
 import epmoe
-from epmoe.exchange import unscheduled
+from epmoe.exchange import places, unscheduled
 from epmoe.exchange.gpu import GpuCopies, GpuLane, GpuPeek, peek_stream
 from epmoe.live.mail import Mail
 from epmoe.local import side_stream
@@ -246,6 +247,52 @@ def test_a_capture_on_each_stream_of_torchs_beside_our_copies(groups):
             assert torch.equal(y.cpu(), torch.arange(1024.0) + number)
             del graph, y
     assert torch.equal(spare["w"], weights["w"]) and torch.equal(kept.cpu(), source)
+
+
+def used_once(closes: bool) -> list[object]:
+    """Alone in a cycle: a group that has played a round, with its weights that may sleep."""
+    ep = epmoe.ExpertParallel(alone(exchange={"transport": "nvlink"}), device="cuda")
+    x = torch.ones(4, 64, device=ep.device)
+    ids = torch.tensor([[0, 1]] * 4, dtype=torch.int32, device=ep.device)
+    d = ep.dispatch(x, ids, torch.ones(4, 2, device=ep.device))
+    ep.combine(d.rows, d)
+    weights = epmoe.SleepingWeights(torch.nn.Linear(64, 64, device=ep.device))
+    if closes:
+        ep.close()
+    cycle: list[object] = [ep, weights]
+    cycle.append(cycle)
+    return cycle
+
+
+@pytest.mark.gpu
+@NO_CUDA
+@pytest.mark.parametrize("on", ["this thread", "another thread"])
+@pytest.mark.parametrize("closes", [True, False])
+def test_what_is_collected_during_a_capture(closes, on):
+    """It does not end the capture. Its memory is free once the next group opens."""
+    gc.collect()
+    torch.cuda.synchronize()
+    left = used_once(closes)
+    x = torch.arange(8.0, device="cuda")
+    torch.cuda.synchronize()
+    collected = weakref.ref(left[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x + 1
+        del left
+        if on == "this thread":
+            gc.collect()
+        else:
+            other = Thread(target=gc.collect)
+            other.start()
+            other.join()
+        assert collected() is None
+        y *= 2
+    graph.replay()
+    assert torch.equal(y, 2 * (x + 1))
+    assert places._left
+    epmoe.ExpertParallel(alone(exchange={"transport": "nvlink"}), device="cuda").close()
+    assert not places._left
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from epmoe.exchange.left_groups import LeftGroups
-from epmoe.exchange.places import Memory, Places
+from epmoe.exchange.places import Memory, Places, free_left
 from epmoe.exchange.processor import Processor
 
 _WORDS_BYTES = 512  # room for `Status` and `Progress` of csrc/plan.h
@@ -48,6 +48,8 @@ class Addresses:
         They are the addresses of the group before if they are large enough and nothing is mapped
         there any more. Otherwise new addresses are reserved.
         """
+        # A group that opens waits for the GPU.
+        free_left(waits=True)
         places = self._windows
         if places is not None:
             has_room = ranks <= places.count and nbytes <= places.stride

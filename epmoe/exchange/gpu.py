@@ -337,7 +337,7 @@ class GpuCopies(WeightCopies):
     def __init__(self, device: torch.device) -> None:
         self._stream = own_stream(device)
         self._end = torch.cuda.Event()
-        memory = GpuMemory(device, self._await_end)
+        memory = GpuMemory(device, self._await_end, for_all=False)
         self.memory = memory
         self._relax_captures = memory.relax_captures
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from ctypes import Structure, byref, c_int, c_size_t, c_uint64, c_void_p
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -62,13 +63,21 @@ class GpuMemory:
     """The `Memory` of one GPU. The kernels of this GPU reach all memory that it maps.
 
     `wait` is called before memory is unmapped. It must return only when no work that was launched
-    can use the memory any more. By default it waits for all work of the GPU.
+    can use the memory any more. By default it waits for all work of the GPU. `for_all` says that it
+    does.
     """
 
     stays_readable = False
 
-    def __init__(self, device: torch.device, wait: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        wait: Callable[[], object] | None = None,
+        *,
+        for_all: bool = True,
+    ) -> None:
         self.device = device
+        self._for_all = for_all
         self._wait = wait or partial(torch.cuda.synchronize, device)
         self._driver = ctypes.CDLL("libcuda.so.1")
         for name, arguments in _ARGUMENTS.items():
@@ -93,7 +102,8 @@ class GpuMemory:
         return address.value
 
     def free(self, address: int, nbytes: int) -> None:
-        self._call("cuMemAddressFree", address, nbytes)
+        with self._relaxed():
+            self._call("cuMemAddressFree", address, nbytes)
 
     def create(self, nbytes: int) -> int:
         handle = self._new(nbytes)
@@ -134,8 +144,20 @@ class GpuMemory:
 
     def unmap(self, address: int, nbytes: int) -> None:
         """Wait until no kernel can use the memory, then unmap it."""
-        self._wait()
-        self._call("cuMemUnmap", address, nbytes)
+        with self._relaxed():
+            self._wait()
+            self._call("cuMemUnmap", address, nbytes)
+
+    def frees_now(self, maker: int) -> bool:
+        """See `Memory.frees_now`.
+
+        To wait for all work of the GPU ends a capture, whichever thread captures. So no thread does
+        that for another one, which may be capturing, and none within a capture of its own.
+        """
+        if self._for_all and get_ident() != maker:
+            return False
+        with torch.cuda.device(self.device):
+            return not torch.cuda.is_current_stream_capturing()
 
     def relax_captures(self) -> None:
         """Allow this thread to map and unmap memory while another thread captures a CUDA graph.
@@ -146,6 +168,17 @@ class GpuMemory:
             # A thread has no CUDA context before its first call of the runtime: this is one.
             torch.cuda.is_current_stream_capturing()
             self._call("cuThreadExchangeStreamCaptureMode", byref(c_int(_RELAXED)))
+
+    @contextmanager
+    def _relaxed(self) -> Iterator[None]:
+        """See `relax_captures`, which is for a whole thread. Here it is for some calls."""
+        mode = c_int(_RELAXED)
+        # Each call exchanges the mode of the thread and this one.
+        self._call("cuThreadExchangeStreamCaptureMode", byref(mode))
+        try:
+            yield
+        finally:
+            self._call("cuThreadExchangeStreamCaptureMode", byref(mode))
 
     def _new(self, nbytes: int) -> c_uint64:
         """Allocate memory. The caller releases the handle that this returns."""

@@ -12,8 +12,10 @@ import fcntl
 import mmap
 import os
 import weakref
+from collections import deque
 from contextlib import suppress
-from typing import Any, Protocol
+from threading import get_ident
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +28,12 @@ _MAP_NORESERVE = 0x4000
 # The size of the memory that `Places.map_unread` maps again and again, to fill an empty seat.
 _UNREAD_BYTES = 16 << 20
 _MAP_FAILED = ctypes.c_void_p(-1).value
+
+_left = deque["_Remains"]()
+"""What is left of objects that are gone, until it is freed."""
+
+# In a forked child it is forgotten: it belongs to the parent.
+os.register_at_fork(after_in_child=_left.clear)
 
 
 class Memory(Protocol):
@@ -58,6 +66,11 @@ class Memory(Protocol):
 
     def unmap(self, address: int, nbytes: int) -> None:
         """Unmap what one mapping of `map` has put at an address, which stays reserved."""
+
+    def frees_now(self, maker: int) -> bool:
+        """Whether this thread may call `unmap` and `free` now, for an object that the thread
+        `maker` has made. It may be in any other call.
+        """
 
 
 class HostMemory:
@@ -124,6 +137,9 @@ class HostMemory:
         """
         self.map(None, address, nbytes)
 
+    def frees_now(self, maker: int) -> bool:
+        return True
+
     def _mmap(
         self, address: int | None, nbytes: int, protection: int, flags: int, descriptor: int = -1
     ) -> int:
@@ -151,6 +167,7 @@ class Places:
     """
 
     def __init__(self, memory: Memory, count: int, nbytes: int) -> None:
+        free_left()
         self.count = count
         self.stride = round_up(nbytes, memory.granule)
         self._memory = memory
@@ -162,10 +179,7 @@ class Places:
             self,
             _give_back,
             owner=os.getpid(),
-            memory=memory,
-            mapped=self._mapped,
-            begin=self._begin,
-            nbytes=count * self.stride,
+            left=_Remains(memory, self._mapped, self._begin, count * self.stride, get_ident()),
         )
         finalizer.atexit = False
 
@@ -178,6 +192,7 @@ class Places:
         """Allocate memory for one place, and return its descriptor, which the caller closes. Raises
         MemoryError if there is not enough.
         """
+        free_left()
         return self._memory.create(round_up(nbytes, self._memory.granule))
 
     def map(self, place: int, descriptor: int | None, nbytes: int) -> Tensor:
@@ -235,17 +250,49 @@ class Places:
         _unmap(self._memory, self._mapped)
 
 
-def _give_back(owner: int, memory: Memory, mapped: dict[int, int], begin: int, nbytes: int) -> None:
-    """Unmap the memory that is left, and free the addresses.
+class _Remains(NamedTuple):
+    """What is left of a `Places`: the memory that is still mapped, and the addresses."""
+
+    memory: Memory
+    mapped: dict[int, int]
+    begin: int
+    nbytes: int
+    maker: int
+    """the thread that has made the object"""
+
+
+def _give_back(owner: int, left: _Remains) -> None:
+    """Unmap the memory that is left, and free the addresses, now or later.
 
     It does nothing in a process that was forked from the `owner`, to which they belong.
     """
     if os.getpid() != owner:
         return
-    # These errors come if the GPU has failed or still uses the memory. Then it stays mapped.
-    with suppress(RuntimeError, TimeoutError):
-        _unmap(memory, mapped)
-        memory.free(begin, nbytes)
+    _left.append(left)
+    free_left()
+
+
+def free_left(*, waits: bool = False) -> None:
+    """Free what is left of objects that are gone, where this thread may do so now.
+
+    The garbage collector may have called it, on any thread and within any call. What may not be
+    freed now is freed by a later call. With `waits` the caller waits for all work of the GPU in any
+    case, so that no thread can be capturing a graph.
+    """
+    for _ in range(len(_left)):
+        try:
+            left = _left.popleft()
+        except IndexError:
+            # Another thread has taken the rest of the list.
+            return
+        maker = get_ident() if waits else left.maker
+        # These errors come if the GPU has failed or still uses the memory. Then it stays mapped.
+        with suppress(RuntimeError, TimeoutError):
+            if not left.memory.frees_now(maker):
+                _left.append(left)
+                continue
+            _unmap(left.memory, left.mapped)
+            left.memory.free(left.begin, left.nbytes)
 
 
 def _unmap(memory: Memory, mapped: dict[int, int]) -> None:

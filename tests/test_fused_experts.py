@@ -5,14 +5,18 @@ around.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from expert_inputs import FP8
-from helpers import ON_GPUS, ROOT, captured, poison_
+from busy import Holder
+from expert_inputs import BF16, FP8
+from helpers import ON_GPUS, ROOT, captured, is_right_in_a_fork, poison_
 from test_few_rows import COUNTS, FEW_AND_MANY, LIMITS, MIDDLE, WIDTH, Rows, built
+from test_fused_experts_mxfp4 import Case
 from torch import Tensor
 
 import epmoe
@@ -44,6 +48,7 @@ def test_outputs_agree_with_fp64(device, gpt_oss):
 # Every width of either kind has a loop of its own, and from 97 rows on tokens are the rows of the
 # tensor core.
 FULL = [121, 250, 5, 128, 0, 383, 112, 113]
+SMALL = [1, 0, 8, 9, 3, 0, 17, 80]
 TILES = [
     *FEW_AND_MANY,
     # Also the last rows that there are; and half of the last tile of outputs is empty.
@@ -60,8 +65,8 @@ TILES = [
     (COUNTS, (640, 384)),
     (COUNTS, (128, 128)),
     # Tiles of up to 80 rows load two steps of k at once: an odd number of them, and one alone.
-    ([1, 0, 8, 9, 3, 0, 17, 80], (640, 384)),
-    ([1, 0, 8, 9, 3, 0, 17, 80], (128, 128)),
+    (SMALL, (640, 384)),
+    (SMALL, (128, 128)),
 ]
 
 
@@ -225,6 +230,66 @@ def test_no_rows_at_all(device):
     none = torch.empty(0, WIDTH, dtype=FP8, device=device)
     scales = torch.empty(0, WIDTH // 128, device=device)
     assert experts(none, offsets, scales).shape == (0, WIDTH)
+
+
+KERNELS = pytest.mark.parametrize(
+    "kernel", ["fp8, tiles of 128", "fp8, tiles of 80", "bf16", "MXFP4, few", "MXFP4, many"]
+)
+
+
+def call_of(kernel: str, device: torch.device) -> Callable[[], Tensor]:
+    """A call that the kernel takes. It returns the outputs of real rows."""
+    if kernel.startswith("MXFP4"):
+        said = 200.0 if kernel.endswith("many") else 1.0
+        return Case(FULL, (WIDTH, MIDDLE), True, device, rows_per_expert=said).outputs
+    dtype = BF16 if kernel == "bf16" else FP8
+    experts = only(FUSED, built(dtype, device, gpt_oss=True))
+    rows = Rows(SMALL if kernel.endswith("80") else FULL, dtype, device)
+    return partial(rows.outputs, experts, 32.0)
+
+
+@ON_GPUS
+@KERNELS
+def test_calls_on_two_streams_at_once(device, kernel):
+    call = call_of(kernel, device)
+    wanted = call()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    outputs = []
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                outputs.append(call())
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, wanted) for out in outputs)
+
+
+@ON_GPUS
+@KERNELS
+@pytest.mark.parametrize("free", [1, 12])
+def test_a_kernel_that_holds_most_multiprocessors(device, kernel, free):
+    """No block waits for one that cannot start."""
+    call = call_of(kernel, device)
+    wanted = call()
+    hold = Holder()
+    hold(torch.cuda.get_device_properties(device).multi_processor_count - free, 0.3)
+    assert torch.equal(call(), wanted)
+
+
+@ON_GPUS
+@KERNELS
+def test_a_call_in_a_forked_child_is_refused(device, kernel):
+    """CUDA works in no such child. The parent goes on."""
+    call = call_of(kernel, device)
+    wanted = call()
+
+    def refused() -> None:
+        with pytest.raises(RuntimeError):
+            call()
+
+    assert is_right_in_a_fork(refused)
+    assert torch.equal(call(), wanted)
 
 
 def test_it_takes_calls_of_any_rows():

@@ -6,6 +6,8 @@ This process is the host: it starts the ranks, kills or stops them, and has the 
 
 from __future__ import annotations
 
+import os
+import random
 import re
 import signal
 import time
@@ -13,8 +15,12 @@ import time
 import host as ranks
 import pytest
 import torch.distributed as dist
+from exchanges import assert_y, given, make_config, make_tokens
 from helpers import slow
-from waits import LONG_S, SOON_S
+from slot_tables import times_slots
+from waits import AT_ONCE_S, LONG_S, SOON_S, within
+
+import epmoe
 
 
 def expect_no_windows() -> None:
@@ -79,6 +85,54 @@ def test_the_last_rank_needs_no_group(host):
 
 def leave_groups(state) -> None:
     dist.destroy_process_group()
+
+
+# So many tokens of each rank two ranks send by the LL protocol, and a few more than three ranks.
+@pytest.mark.parametrize("tokens", [1025, 2048])
+@pytest.mark.parametrize("moment", ["in dispatch", "before combine", "in combine", "at any"])
+def test_a_death_in_a_round_of_many_tokens(host, moment, tokens):
+    """The other one of two ranks names it at once, and goes on alone."""
+    config = make_config(1, experts=ranks.EXPERTS, max_tokens=2048, timeout_s=LONG_S)
+    names = host.begin(config.with_placement(ranks.spread(2, 2)))
+    host.succeed(names, play_many, tokens)
+    host.start(names[:1], play_until_a_death, tokens)
+    host.start(names[1:], play_many, tokens, 10**6, moment)
+    if moment == "at any":
+        time.sleep(random.Random(tokens).uniform(0.05, 0.3))
+        host.signal(1, signal.SIGKILL)
+    assert host.results(names[:1]) == [[1]]
+    host.form(names[:1])
+    host.succeed(names[:1], ranks.resume)
+    host.succeed(names[:1], play_many, tokens)
+
+
+def play_many(state, tokens: int, rounds: int = 3, dies: str = "") -> None:
+    """Rounds of so many tokens, of which one is right. In the third this rank may die."""
+    ep = state.ep
+    mine = make_tokens(ep.config, ep.rank, tokens)
+    arguments = given(ep, mine)
+    for number in range(rounds):
+        dying = dies if number == 2 else ""
+        d = ep.dispatch(*arguments) if dying != "in dispatch" else ep.dispatch_send(*arguments)
+        if dying in ("in dispatch", "before combine"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        rows = times_slots(d, state.rows[0])
+        if dying == "in combine":
+            ep.combine_send(rows, d)
+            os.kill(os.getpid(), signal.SIGKILL)
+        y = ep.combine(rows, d)
+        ranks.check_stream(ep)
+        if number == 1:
+            assert_y(y, ep.config, mine)
+
+
+def play_until_a_death(state, tokens: int) -> list[int]:
+    """The missing ranks."""
+    with pytest.raises(epmoe.EPTimeoutError) as caught:
+        play_many(state, tokens, 10**6)
+    with within(AT_ONCE_S), pytest.raises(epmoe.EPTimeoutError):
+        play_many(state, tokens)
+    return caught.value.missing_ranks
 
 
 @pytest.mark.parametrize("how", ["killed", slow("stopped"), slow("in the windows")])

@@ -14,7 +14,16 @@ from itertools import cycle
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import assert_y, expected_y, gains, given, make_tokens, poison, run_experts
+from exchanges import (
+    assert_round,
+    assert_y,
+    expected_y,
+    gains,
+    given,
+    make_tokens,
+    poison,
+    run_experts,
+)
 from helpers import ON_GPUS, ROOT, assert_close, captured, full_layer, poison_, randn
 from test_layers import D, E, K
 from torch import Tensor
@@ -74,7 +83,11 @@ class Captured:
 
 
 @ON_GPUS
-@pytest.mark.parametrize(("T", "ll_max_tokens"), [(16, 256), (128, 256), (300, 256), (400, 512)])
+@pytest.mark.parametrize(
+    ("T", "ll_max_tokens"),
+    # The last two by the limit of two ranks.
+    [(16, 256), (128, 256), (300, 256), (400, 512), (1100, None), (2048, None)],
+)
 def test_any_number_of_real_tokens(make_ep, rank, size, device, T, ll_max_tokens):
     rounds = Captured(make_ep(ll_max_tokens, top_k=6, hidden=256, max_tokens=T), T)
     # Every second rank has as many as its neighbour lacks.
@@ -91,6 +104,27 @@ def test_ranks_that_replay_different_graphs(make_ep, rank, size, device):
         # In one round ranks replay graphs of different sizes.
         mine = rounds[(rank + n // 2) % 3]
         mine.check(n, len(mine.x) - n % 3)
+    ep.check()
+
+
+@ON_GPUS
+@pytest.mark.parametrize("called", [1, 40, 1024, 1100, 2048, 2600])
+@pytest.mark.parametrize("T", [40, 1025, 2048, 2600])
+def test_replays_after_calls_of_another_size(make_ep, rank, size, device, T, called):
+    """Two ranks take the LL protocol for up to 2048 tokens, and one for up to 1535."""
+    ep = make_ep(top_k=6, hidden=256, max_tokens=2600)
+    rounds = Captured(ep, T)
+    tokens = make_tokens(ep.config, rank, called, seed=5)
+    for seed in range(3):
+        assert_round(ep, tokens)
+        # Some ranks have less.
+        rounds.check(seed, T - (rank + seed) % 2 * (T // 3))
+    # The same where ranks differ: one replays, the others call.
+    for turn in range(2):
+        if rank % 2 == turn:
+            rounds.check(turn, T)
+        else:
+            assert_round(ep, tokens)
     ep.check()
 
 

@@ -54,13 +54,22 @@ def test_a_layer_in_mxfp4_is_that_of_its_values(make_ep, rank, size, payload, wi
     """Bitwise on CPUs, in calls of any size; padding is zeros, and a token of NaN
     changes no other. 160 columns have a block that is partly filled.
     """
-    # Weights in MXFP4, and their values in bf16.
-    packed = {}
-    plain = {}
-    for seed, (name, shape) in enumerate({"gate_up": (2 * D, width), "down": (width, D)}.items()):
-        packed[f"w_{name}"], packed[f"{name}_scales"] = of_name = random_mxfp4(E, *shape, seed=seed)
-        plain[f"w_{name}"] = dequantize_weights(*of_name, torch.bfloat16)
+    packed = mxfp4_weights(width)
+    plain = {
+        f"w_{name}": dequantize_weights(
+            packed[f"w_{name}"], packed[f"{name}_scales"], torch.bfloat16
+        )
+        for name in ("gate_up", "down")
+    }
     assert_layers_agree(make_ep, rank, size, payload, width, packed, plain)
+
+
+def mxfp4_weights(width):
+    """The arguments of a layer in MXFP4."""
+    packed = {}
+    for seed, (name, shape) in enumerate({"gate_up": (2 * D, width), "down": (width, D)}.items()):
+        packed[f"w_{name}"], packed[f"{name}_scales"] = random_mxfp4(E, *shape, seed=seed)
+    return packed
 
 
 @pytest.mark.parametrize(("payload", "width"), [("auto", 128), ("fp8", 160)])
@@ -97,15 +106,21 @@ def nvfp4_weights(width):
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_layer_in_nvfp4_sleeps(make_ep, rank, level):
+@pytest.mark.parametrize(
+    ("form", "payload", "T"),
+    # On GPUs rows in fp8 take a kernel for few rows, or that for many.
+    [("NVFP4", "auto", 16), ("MXFP4", "fp8", 4), ("MXFP4", "fp8", 130)],
+)
+def test_a_layer_of_four_bits_sleeps(make_ep, rank, form, payload, T, level):
     """Codes, scales and tensor scales come back on all ranks, from the CPU or out of a state dict,
     and y has the same bits.
     """
-    ep = make_ep(dtype="bfloat16", experts=E, top_k=K, hidden=128, max_tokens=130)
-    _, packed = nvfp4_weights(128)
+    sizes = {"experts": E, "top_k": K, "hidden": 128, "max_tokens": 130}
+    ep = make_ep(dtype="bfloat16", exchange={"payload": payload}, **sizes)
+    packed = nvfp4_weights(128)[1] if form == "NVFP4" else mxfp4_weights(128)
     layer = MoELayer.from_full(ep, randn(E, 128, seed=9), **packed)
     kept = {name: value.cpu() for name, value in layer.state_dict().items()}
-    x = randn(16, 128, dtype=torch.bfloat16, seed=rank).to(ep.device)
+    x = randn(T, 128, dtype=torch.bfloat16, seed=rank).to(ep.device)
     want = layer(x).clone()
     weights = SleepingWeights(layer)
     ep.sleep(weights.offload if level == 1 else weights.discard)

@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from threading import Event, Thread
 from types import SimpleNamespace
 
@@ -293,6 +294,29 @@ def test_what_is_collected_during_a_capture(closes, on):
     assert places._left
     epmoe.ExpertParallel(alone(exchange={"transport": "nvlink"}), device="cuda").close()
     assert not places._left
+
+
+@pytest.mark.gpu
+@NO_CUDA
+def test_a_death_that_is_noted_during_a_capture():
+    """It is noted, and the capture goes on."""
+    config = alone(exchange={"transport": "nvlink"})
+    with epmoe.ExpertParallel(config, device="cuda") as ep:
+        window = ep.exchange.window
+        x = torch.arange(8.0, device="cuda")
+        window._note(0)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = x + 1
+            with at_work(partial(window._note, 1)) as noting:
+                while noting.goes_on and noting.rounds < 3:
+                    pass
+            y *= 2
+        graph.replay()
+        assert torch.equal(y, 2 * (x + 1))
+        assert ep.exchange.views["signal.dead"].view(torch.int64)[0] == 1
+        window._note(0)
 
 
 @pytest.mark.gpu

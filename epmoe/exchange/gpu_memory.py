@@ -102,7 +102,7 @@ class GpuMemory:
         return address.value
 
     def free(self, address: int, nbytes: int) -> None:
-        with self._relaxed():
+        with self.relaxed():
             self._call("cuMemAddressFree", address, nbytes)
 
     def create(self, nbytes: int) -> int:
@@ -144,7 +144,7 @@ class GpuMemory:
 
     def unmap(self, address: int, nbytes: int) -> None:
         """Wait until no kernel can use the memory, then unmap it."""
-        with self._relaxed():
+        with self.relaxed():
             self._wait()
             self._call("cuMemUnmap", address, nbytes)
 
@@ -170,8 +170,8 @@ class GpuMemory:
             self._call("cuThreadExchangeStreamCaptureMode", byref(c_int(_RELAXED)))
 
     @contextmanager
-    def _relaxed(self) -> Iterator[None]:
-        """See `relax_captures`, which is for a whole thread. Here it is for some calls."""
+    def relaxed(self) -> Iterator[None]:
+        """Allow this thread inside what `relax_captures` allows it for good."""
         mode = c_int(_RELAXED)
         # Each call exchanges the mode of the thread and this one.
         self._call("cuThreadExchangeStreamCaptureMode", byref(mode))

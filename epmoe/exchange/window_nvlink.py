@@ -13,6 +13,7 @@ from torch import Tensor
 
 from epmoe.config.seats import Seats
 from epmoe.exchange.addresses import Addresses
+from epmoe.exchange.gpu_memory import GpuMemory
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.window import check_room, map_windows
 from epmoe.group.deaths import Deaths
@@ -72,7 +73,10 @@ class NVLinkWindow:
             return partial(torch.cuda.synchronize, device)
 
         # Check what this rank can check alone, then map the windows of all.
-        device = addresses.memory.device
+        memory = addresses.memory
+        assert isinstance(memory, GpuMemory)
+        self._memory = memory
+        device = memory.device
         check_room(nbytes[seats.of_ranks[peers.rank]], torch.cuda.mem_get_info(device)[0])
         if peers.size > 1:
             _check_peer_access(peers, device)
@@ -113,8 +117,9 @@ class NVLinkWindow:
     def _note(self, dead: int) -> None:
         """Store the mask of ranks whose process has ended, where the waits of this rank see it."""
         time.sleep(_LAST_WORDS_S)
-        # The thread of `Deaths` calls this. Its current device is perhaps another one.
-        with torch.cuda.device(self.local.device):
+        # The thread of `Deaths` calls this. Its current device is perhaps another one, and another
+        # thread may capture a graph.
+        with torch.cuda.device(self.local.device), self._memory.relaxed():
             self._store(self._words[self._seat : self._seat + 1], self._dead_at, dead)
 
     def _store(self, windows: list[Tensor], offset: int, value: int) -> None:

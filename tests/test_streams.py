@@ -24,6 +24,7 @@ from helpers import NO_CUDA, ROOT, alone, is_right_in_a_fork
 import epmoe
 from epmoe.exchange import places, unscheduled
 from epmoe.exchange.gpu import GpuCopies, GpuLane, GpuPeek, peek_stream
+from epmoe.exchange.gpu_memory import GpuMemory
 from epmoe.live.mail import Mail
 from epmoe.local import side_stream
 from epmoe.local.side_stream import SideStream, record_point
@@ -298,24 +299,38 @@ def test_what_is_collected_during_a_capture(closes, on):
 
 @pytest.mark.gpu
 @NO_CUDA
-def test_a_death_that_is_noted_during_a_capture():
-    """It is noted, and the capture goes on."""
+@pytest.mark.parametrize("what", ["note a death", "read health", "free memory"])
+def test_what_another_thread_does_during_a_capture(what):
+    """It comes through, and the capture goes on."""
     config = alone(exchange={"transport": "nvlink"})
     with epmoe.ExpertParallel(config, device="cuda") as ep:
         window = ep.exchange.window
         x = torch.arange(8.0, device="cuda")
+        memory = GpuMemory(x.device, torch.cuda.Event().synchronize)
+        ranges = [memory.reserve(memory.granule) for _ in range(8)]
+        for address in ranges:
+            memory.map(None, address, memory.granule)
+
+        def free() -> None:
+            if ranges:
+                memory.unmap(ranges[-1], memory.granule)
+                memory.free(ranges.pop(), memory.granule)
+
+        does = {"note a death": partial(window._note, 1), "read health": ep.health}
         window._note(0)
+        ep.health()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = x + 1
-            with at_work(partial(window._note, 1)) as noting:
-                while noting.goes_on and noting.rounds < 3:
+            with at_work(does.get(what, free)) as other:
+                while other.goes_on and other.rounds < 8:
                     pass
             y *= 2
         graph.replay()
         assert torch.equal(y, 2 * (x + 1))
-        assert ep.exchange.views["signal.dead"].view(torch.int64)[0] == 1
+        dead = int(ep.exchange.views["signal.dead"].view(torch.int64)[0])
+        assert dead == (what == "note a death")
         window._note(0)
 
 

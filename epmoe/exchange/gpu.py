@@ -35,6 +35,7 @@ from epmoe.exchange.unscheduled import Watch, WatchOfGpu
 from epmoe.group.peers import Peers
 from epmoe.group.waiting import first_answer, interruptible
 from epmoe.native import ops
+from epmoe.native.captures import relaxed
 from epmoe.native.layouts import constant, struct
 from epmoe.native.streams import HIGH, own_stream
 
@@ -261,7 +262,8 @@ class GpuPeek(Peek):
 
     def read_within(self, timeout_s: float) -> list[Tensor] | None:
         until_s = time.monotonic() + timeout_s
-        with self._lock:
+        # Another thread may capture a graph.
+        with self._lock, relaxed():
             # An earlier copy still writes the same host memory: wait for it first.
             if self._under_way and not self._has_come(until_s):
                 return None

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from ctypes import Structure, byref, c_int, c_size_t, c_uint64, c_void_p
 from functools import partial
 from threading import get_ident
@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
+from epmoe.native import captures
+
 # Enumerators of cuda.h.
 _PINNED = 1  # of `CUmemAllocationType`
 _POSIX_DESCRIPTOR = 1  # of `CUmemAllocationHandleType`
 _DEVICE = 1  # of `CUmemLocationType`
 _READ_WRITE = 3  # of `CUmemAccess_flags`
 _RECOMMENDED = 1  # of `CUmemAllocationGranularity_flags`
-_RELAXED = 2  # of `CUstreamCaptureMode`
 _OUT_OF_MEMORY = 2  # of `CUresult`
 # The argument types of the driver's functions that are called here, for ctypes.
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -37,7 +38,6 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuMemMap": (c_uint64, c_size_t, c_size_t, c_uint64, c_uint64),
     "cuMemSetAccess": (c_uint64, c_size_t, c_void_p, c_size_t),
     "cuMemUnmap": (c_uint64, c_size_t),
-    "cuThreadExchangeStreamCaptureMode": (c_void_p,),
     "cuGetErrorString": (c_int, c_void_p),
 }
 
@@ -102,7 +102,7 @@ class GpuMemory:
         return address.value
 
     def free(self, address: int, nbytes: int) -> None:
-        with self.relaxed():
+        with captures.relaxed():
             self._call("cuMemAddressFree", address, nbytes)
 
     def create(self, nbytes: int) -> int:
@@ -144,7 +144,7 @@ class GpuMemory:
 
     def unmap(self, address: int, nbytes: int) -> None:
         """Wait until no kernel can use the memory, then unmap it."""
-        with self.relaxed():
+        with captures.relaxed():
             self._wait()
             self._call("cuMemUnmap", address, nbytes)
 
@@ -160,25 +160,9 @@ class GpuMemory:
             return not torch.cuda.is_current_stream_capturing()
 
     def relax_captures(self) -> None:
-        """Allow this thread to map and unmap memory while another thread captures a CUDA graph.
-
-        By default CUDA refuses such calls to all threads during a capture.
-        """
+        """Allow this thread to map and unmap memory while another thread captures a CUDA graph."""
         with torch.cuda.device(self.device):
-            # A thread has no CUDA context before its first call of the runtime: this is one.
-            torch.cuda.is_current_stream_capturing()
-            self._call("cuThreadExchangeStreamCaptureMode", byref(c_int(_RELAXED)))
-
-    @contextmanager
-    def relaxed(self) -> Iterator[None]:
-        """Allow this thread inside what `relax_captures` allows it for good."""
-        mode = c_int(_RELAXED)
-        # Each call exchanges the mode of the thread and this one.
-        self._call("cuThreadExchangeStreamCaptureMode", byref(mode))
-        try:
-            yield
-        finally:
-            self._call("cuThreadExchangeStreamCaptureMode", byref(mode))
+            captures.relax()
 
     def _new(self, nbytes: int) -> c_uint64:
         """Allocate memory. The caller releases the handle that this returns."""

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from epmoe.config.seats import Seats
 from epmoe.exchange.addresses import Addresses
-from epmoe.exchange.gpu_memory import GpuMemory
 from epmoe.exchange.memory import MemoryPlan
 from epmoe.exchange.window import check_room, map_windows
 from epmoe.group.deaths import Deaths
 from epmoe.group.peers import Peers
 from epmoe.group.waiting import first_answer
+from epmoe.native.captures import relaxed
 from epmoe.native.streams import own_stream
 
 # How long to wait after the end of a process before its death is announced. By then the words that
@@ -73,10 +73,7 @@ class NVLinkWindow:
             return partial(torch.cuda.synchronize, device)
 
         # Check what this rank can check alone, then map the windows of all.
-        memory = addresses.memory
-        assert isinstance(memory, GpuMemory)
-        self._memory = memory
-        device = memory.device
+        device = addresses.memory.device
         check_room(nbytes[seats.of_ranks[peers.rank]], torch.cuda.mem_get_info(device)[0])
         if peers.size > 1:
             _check_peer_access(peers, device)
@@ -119,7 +116,7 @@ class NVLinkWindow:
         time.sleep(_LAST_WORDS_S)
         # The thread of `Deaths` calls this. Its current device is perhaps another one, and another
         # thread may capture a graph.
-        with torch.cuda.device(self.local.device), self._memory.relaxed():
+        with torch.cuda.device(self.local.device), relaxed():
             self._store(self._words[self._seat : self._seat + 1], self._dead_at, dead)
 
     def _store(self, windows: list[Tensor], offset: int, value: int) -> None:

@@ -134,19 +134,20 @@ END = """
 print("done")
 dist.destroy_process_group()
 """
-# Rounds by both protocols, in both layouts, with rows as they are and as fp8, checked.
+# Rounds by both protocols, in both layouts, with rows as they are and as fp8, checked; also by LL
+# with more tokens than three ranks send so.
 EXCHANGE = f"""{BEGIN}
 from exchanges import assert_round, assert_y, make_config, make_tokens, run_round
 import epmoe, epmoe.exchange.memory
-for ll_max_tokens in (1024, 8):
+for ll_max_tokens, M in ((1024, 40), (8, 40), (2048, 1200)):
     epmoe.exchange.memory.most_ll_tokens = lambda *_: ll_max_tokens
     for payload in ("auto", "fp8"):
         exchange = {{"payload": payload, "combine_payload": payload}}
-        sizes = {{"hidden": 256, "dtype": "bfloat16", "max_tokens": 40}}
+        sizes = {{"hidden": 256, "dtype": "bfloat16", "max_tokens": M}}
         config = make_config(size, **sizes, timeout_s=60.0, exchange=exchange)
         with epmoe.ExpertParallel(config, device=device) as ep:
             for layout in ("expert", "rank"):
-                for T in (40, 3):
+                for T in (M, 3):
                     tokens = make_tokens(ep.config, rank, T, kind="adversarial")
                     assert_round(ep, tokens, layout)
             ep.check()

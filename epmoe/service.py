@@ -764,7 +764,7 @@ class ExpertParallel(HoldsWindows):
 
     def health(self, wait: bool = True) -> Health:
         """Return this rank's counts since the start, which never fall. Any thread may call it, but
-        not during the capture of a CUDA graph.
+        not one that captures a CUDA graph.
 
         On a GPU it first waits for the current stream. With `wait=False` it waits for no kernel and
         delays none, so the counts of kernels that are running are partial. While this object

@@ -299,7 +299,9 @@ def test_what_is_collected_during_a_capture(closes, on):
 
 @pytest.mark.gpu
 @NO_CUDA
-@pytest.mark.parametrize("what", ["note a death", "read health", "free memory"])
+@pytest.mark.parametrize(
+    "what", ["note a death", "read health", "wait and read health", "free memory"]
+)
 def test_what_another_thread_does_during_a_capture(what):
     """It comes through, and the capture goes on."""
     config = alone(exchange={"transport": "nvlink"})
@@ -316,14 +318,19 @@ def test_what_another_thread_does_during_a_capture(what):
                 memory.unmap(ranges[-1], memory.granule)
                 memory.free(ranges.pop(), memory.granule)
 
-        does = {"note a death": partial(window._note, 1), "read health": ep.health}
+        does = {
+            "note a death": partial(window._note, 1),
+            "read health": partial(ep.health, wait=False),
+            "wait and read health": ep.health,
+            "free memory": free,
+        }
         window._note(0)
         ep.health()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = x + 1
-            with at_work(does.get(what, free)) as other:
+            with at_work(does[what]) as other:
                 while other.goes_on and other.rounds < 8:
                     pass
             y *= 2

@@ -116,7 +116,14 @@ class Gpu(Processor):
         torch.cuda.synchronize(self.device)
 
     def finish_stream(self) -> None:
-        interruptible(torch.cuda.current_stream(self.device).synchronize)
+        stream = torch.cuda.current_stream(self.device)
+
+        def wait() -> None:
+            # Another thread may capture a graph.
+            with relaxed():
+                stream.synchronize()
+
+        interruptible(wait)
 
     def stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)

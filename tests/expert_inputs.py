@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_close, poison_, randn
+from helpers import assert_close, poison_, poisoned_memory, randn
 from torch import Tensor
 
 import epmoe
@@ -33,6 +33,22 @@ def quantized(weights: Tensor) -> tuple[Tensor, Tensor]:
     blocks = weights.float().view(e, n // BLOCK, BLOCK, k // BLOCK, BLOCK)
     scales = blocks.abs().amax((2, 4)) / 448
     return (blocks / scales[:, :, None, :, None]).view(e, n, k).to(FP8), scales
+
+
+def real_outputs(
+    experts: epmoe.GroupedExperts,
+    rows: Tensor,
+    scales: Tensor | None,
+    segments: tuple[Tensor, Tensor | None],
+    real: Tensor,
+    **options: object,
+) -> Tensor:
+    """The outputs of real rows, of a call where unwritten memory is NaN. Segments are offsets and
+    counts.
+    """
+    offsets, tokens = segments
+    with poisoned_memory():
+        return experts(rows, offsets, scales, tokens_per_expert=tokens, **options)[real]
 
 
 def random_mxfp4(

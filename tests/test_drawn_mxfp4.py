@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from expert_inputs import BF16, FP8, GPT_OSS, MXFP4
-from helpers import ON_GPUS, long, poison_, poisoned_memory
+from expert_inputs import BF16, FP8, GPT_OSS, MXFP4, real_outputs
+from helpers import ON_GPUS, long, poison_
 from test_few_rows import segments
 from test_mxfp4_by_fp8 import E8M0, MAGNITUDES, as_fp8
 from test_nvfp4 import SCALES
@@ -205,14 +205,9 @@ class Case:
 
     def outputs(self, experts: epmoe.GroupedExperts) -> Tensor:
         """Of the real rows."""
-        with poisoned_memory():
-            return experts(
-                self.rows,
-                self.offsets,
-                self.row_scales,
-                tokens_per_expert=self.tokens,
-                rows_per_expert=self.options.rows_per_expert,
-            )[self.real]
+        options = {"rows_per_expert": self.options.rows_per_expert}
+        segments = self.offsets, self.tokens
+        return real_outputs(experts, self.rows, self.row_scales, segments, self.real, **options)
 
     def keeps_fp8(self, experts: epmoe.GroupedExperts) -> bool:
         """Whether the kernel that this call takes has fp8 between the products."""

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from expert_inputs import BF16, FP8, GPT_OSS, MXFP4, random_mxfp4, weights
-from helpers import ON_GPUS, ROOT, alone, captured, poison_, poisoned_memory, randn
+from expert_inputs import BF16, FP8, GPT_OSS, MXFP4, random_mxfp4, real_outputs, weights
+from helpers import ON_GPUS, ROOT, alone, captured, poison_, randn
 from torch import Tensor
 
 import epmoe
@@ -112,13 +112,9 @@ class Rows:
 
     def outputs(self, experts: epmoe.GroupedExperts, rows_per_expert: float | None) -> Tensor:
         """Of the real rows."""
-        given = {
-            "tokens_per_expert": self.tokens,
-            "alignment": self.alignment,
-            "rows_per_expert": rows_per_expert,
-        }
-        with poisoned_memory():
-            return experts(self.rows, self.offsets, self.scales, **given)[self.real]
+        options = {"alignment": self.alignment, "rows_per_expert": rows_per_expert}
+        segments = self.offsets, self.tokens
+        return real_outputs(experts, self.rows, self.scales, segments, self.real, **options)
 
     def errors(self, experts: epmoe.GroupedExperts, got: Tensor) -> Tensor:
         """Of each real row, over its norm in fp64."""

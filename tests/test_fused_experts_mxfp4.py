@@ -8,8 +8,8 @@ import math
 
 import pytest
 import torch
-from expert_inputs import BF16, FP8, GPT_OSS, MXFP4
-from helpers import ON_GPUS, captured, generator, poison_, poisoned_memory, randn
+from expert_inputs import BF16, FP8, GPT_OSS, MXFP4, real_outputs
+from helpers import ON_GPUS, captured, generator, poison_, randn
 from test_few_rows import segments
 from test_mxfp4_by_fp8 import E8M0, as_fp8, decoded, errors
 from torch import Tensor
@@ -105,14 +105,9 @@ class Case:
         """Of the real rows, by this kernel."""
         experts = self.experts
         experts._stage = experts._stage._replace(gemms=(kernel, experts.gemm), most_rows={})
-        with poisoned_memory():
-            return experts(
-                self.rows,
-                self.offsets,
-                self.row_scales,
-                tokens_per_expert=self.tokens,
-                rows_per_expert=self.rows_per_expert,
-            )[self.real]
+        options = {"rows_per_expert": self.rows_per_expert}
+        segments = self.offsets, self.tokens
+        return real_outputs(experts, self.rows, self.row_scales, segments, self.real, **options)
 
     def wanted(self) -> Tensor:
         """In fp64, of the values of the codes, with fp8 between the products."""

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from expert_inputs import BF16, FP8, GPT_OSS, MXFP4
-from helpers import alone, generator, poison_, poisoned_memory, randn
+from expert_inputs import BF16, FP8, GPT_OSS, MXFP4, real_outputs
+from helpers import alone, generator, poison_, randn
 from test_few_rows import segments
 from torch import Tensor
 
@@ -132,14 +132,9 @@ class Rows:
 
     def outputs(self, experts: epmoe.GroupedExperts, rows_per_expert: float | None) -> Tensor:
         """Of the real rows."""
-        with poisoned_memory():
-            return experts(
-                self.rows,
-                self.offsets,
-                self.scales,
-                tokens_per_expert=self.tokens,
-                rows_per_expert=rows_per_expert,
-            )[self.real]
+        options = {"rows_per_expert": rows_per_expert}
+        segments = self.offsets, self.tokens
+        return real_outputs(experts, self.rows, self.scales, segments, self.real, **options)
 
     def wanted(self, drawn: Any) -> Tensor:
         """What `drawn.outputs` says of the rows of each expert."""

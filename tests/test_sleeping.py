@@ -108,11 +108,20 @@ def test_their_memory_is_free_meanwhile():
     module = nn.Linear(NBYTES // 64, 16, bias=False, device="cuda", dtype=torch.float32)
     weights = epmoe.SleepingWeights(module)
     torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info()[0]
-    weights.offload()
-    assert torch.cuda.mem_get_info()[0] - free == NBYTES
-    weights.restore()
-    assert torch.cuda.mem_get_info()[0] == free
+
+    def free_bytes() -> int:
+        return torch.cuda.mem_get_info()[0]
+
+    def changes() -> tuple[int, int]:
+        """What the weights have freed, and what is missing once they are back."""
+        before = free_bytes()
+        weights.offload()
+        freed = free_bytes() - before
+        weights.restore()
+        return freed, before - free_bytes()
+
+    # Other processes may take and free memory of the GPU meanwhile.
+    assert any(changes() == (NBYTES, 0) for _ in range(100))
 
 
 def test_what_has_gone_or_is_here_already():

@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -201,7 +201,8 @@ def fully_shard(module: nn.Module, **options: Any) -> nn.Module:
 
     Args:
         module: a block or a model, also a model whose blocks have been sharded by this function.
-        options: arguments of torch's `fully_shard`.
+        options: arguments of torch's `fully_shard`. The default mesh has all ranks, on devices of
+            the kind that has the experts.
 
     Returns:
         The module.
@@ -217,6 +218,11 @@ def fully_shard(module: nn.Module, **options: Any) -> nn.Module:
     mesh = options.get("mesh")
     ranks = dist.get_process_group_ranks(None) if mesh is None else _ranks_of(mesh)
     _average(module, ranks)
+
+    # By default torch takes the GPUs of a machine that has some, also for a model on CPUs.
+    devices = _devices_of_experts(module)
+    if mesh is None and len(devices) == 1:
+        options["mesh"] = init_device_mesh(devices.pop(), (len(ranks),))
     ignored = {value for value in module.parameters() if is_spread(value)}
     ignored.update(options.get("ignored_params") or ())
     options["ignored_params"] = ignored
@@ -400,6 +406,16 @@ _UNFIT = {
     "ZeroRedundancyOptimizer": "gives the experts of all ranks to one of them",
 }
 """Optimizers of torch that are wrong for spread experts, by class name, with the reason."""
+
+
+def _devices_of_experts(module: nn.Module) -> set[str]:
+    """The kinds of devices that have the experts of a model, such as "cuda"."""
+    found = {value.device_mesh.device_type for value in module.parameters() if is_spread(value)}
+    for owner in module.modules():
+        ep = vars(owner).get("ep")
+        if isinstance(ep, ExpertParallel):
+            found.add(ep.device.type)
+    return found
 
 
 def _ranks_of(mesh: DeviceMesh) -> list[int]:

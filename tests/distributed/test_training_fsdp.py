@@ -98,6 +98,8 @@ def test_operations_in_place_on_the_y_of_a_sharded_layer(make_ep, shape):
         randn(E, D, D, seed=3) / D**0.5,
     )
     layer = fully_shard(MoELayer.from_full(ep, *weights))
+    # A machine with GPUs may have a layer on CPUs.
+    assert layer.router_weight.device_mesh.device_type == ep.device.type
     # All gradients, of an addition to y and of one in place.
     found = []
     for add in (torch.Tensor.add, torch.Tensor.add_):

@@ -225,6 +225,12 @@ constexpr int64_t kFusedExperts = 1024;
 constexpr int64_t kFusedManyMxfp4Experts = 512;
 constexpr int64_t kFusedExpertsBf16 = 224;
 
+// Rows of the smallest full tiles of a format.
+constexpr EPMOE_HD int64_t fused_tile_rows(WeightFormat format) {
+  if (format == WeightFormat::kFp8) return kFusedFewTokens;
+  return is_packed(format) ? kFusedMxfp4Tokens : kFusedTokens;
+}
+
 // A counter for claims, and one for each tile of rows: an expert's last tile may be smaller.
 constexpr EPMOE_HD int64_t fused_counters(int64_t N, int64_t num_local_experts, int64_t tile_rows) {
   return 1 + N / tile_rows + num_local_experts;

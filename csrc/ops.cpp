@@ -387,9 +387,7 @@ void launch_fused(const Tensor& rows, FewRowsArgs& args, bool many_rows = false)
                   "D and F must be multiples of 64 in MXFP4");
   const bool bf16 = args.format == WeightFormat::kBf16;
   STD_TORCH_CHECK(e <= (bf16 ? kFusedExpertsBf16 : kFusedExperts), "there are too many experts");
-  int64_t tile_rows = packed ? kFusedMxfp4Tokens : kFusedTokens;
-  if (args.format == WeightFormat::kFp8) tile_rows = kFusedFewTokens;
-  args.num_counters = fused_counters(args.N, e, tile_rows);
+  args.num_counters = fused_counters(args.N, e, fused_tile_rows(args.format));
   // A tile's number is an int32.
   const int64_t tiles_of_rows = ceil_div(args.F, kScaleBlock) + ceil_div(args.D, kScaleBlock);
   STD_TORCH_CHECK(args.num_counters <= INT32_MAX / tiles_of_rows, "there are too many rows");

@@ -14,6 +14,7 @@
 // writes.cuh.
 #include "cuda/hopper/fused_experts/full_tiles.cuh"
 #include "cuda/hopper/fused_experts/launch.cuh"
+#include "cuda/hopper/fused_experts/start.cuh"
 #include "cuda/hopper/fused_experts/sums.cuh"
 #include "cuda/hopper/fused_experts/writes.cuh"
 #include "cuda/stages.h"
@@ -74,38 +75,6 @@ __device__ __forceinline__ void take_role(const FewRowsArgs& args, const Maps& m
     turn += further_turns<T>(tile);
     tiles.done_as_warp();
   }
-}
-
-// Prepares the block and counts rows. The thread that claims gets the number of its first tile.
-template <typename T>
-__device__ __forceinline__ int32_t start(const FewRowsArgs& args, const Maps& maps,
-                                         Shared<T>& shared) {
-  if (threadIdx.x == 0) {
-    for (int32_t i = 0; i < kQueue; ++i) {
-      init_mbarrier(&shared.claimed[i], 1);
-      init_mbarrier(&shared.readable[i], 1);
-      init_mbarrier(&shared.done[i], kUsers<T>);
-    }
-    init_mbarrier(&shared.wanted, 1);
-    init_mbarrier(&shared.summed, kMultipliers<T> / 32);
-    init_mbarrier(&shared.taken, kWriters / 32);
-    shared.late = false;
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  if (threadIdx.x == kMultipliers<T>) {
-    for (auto* map : {&maps.gates, &maps.ups, &maps.down, &maps.rows, &maps.h}) prefetch(*map);
-    if constexpr (kHasFull<T>)
-      for (auto* map : {&maps.full_rows, &maps.full_h}) prefetch(*map);
-    if constexpr (kHasFew<T>)
-      for (auto* map : {&maps.few.gates, &maps.few.ups, &maps.few.down}) prefetch(*map);
-  }
-  wait_for_predecessor();
-  let_successor_start();
-  // The first claim is on its way while the rows of experts are counted.
-  int32_t first_claim = 0;
-  if (threadIdx.x == kClaimer<T>) first_claim = claim(args);
-  count_parts(args, shared);
-  return first_claim;
 }
 
 #endif

@@ -218,12 +218,20 @@ struct FewRowsArgs {
 // The operator fused_experts: the same stage in fp8 or bf16, in one kernel. Rows of an expert in a
 // tile, at most, and experts of a rank, whose table lies in shared memory.
 constexpr int64_t kFusedTokens = 128;
+constexpr int64_t kFusedFp8Tokens = 144;
 constexpr int64_t kFusedFewTokens = 80;  // in fp8, where few experts have more
 constexpr int64_t kFusedMxfp4Tokens = 64;
 constexpr int64_t kFusedManyMxfp4Tokens = 144;
 constexpr int64_t kFusedExperts = 1024;
+constexpr int64_t kFusedFp8Experts = 512;
 constexpr int64_t kFusedManyMxfp4Experts = 512;
 constexpr int64_t kFusedExpertsBf16 = 224;
+
+// The most experts of a rank, of a format.
+constexpr EPMOE_HD int64_t fused_most_experts(WeightFormat format) {
+  if (format == WeightFormat::kFp8) return kFusedFp8Experts;
+  return is_packed(format) ? kFusedExperts : kFusedExpertsBf16;
+}
 
 // Rows of the smallest full tiles of a format.
 constexpr EPMOE_HD int64_t fused_tile_rows(WeightFormat format) {

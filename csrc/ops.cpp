@@ -385,8 +385,7 @@ void launch_fused(const Tensor& rows, FewRowsArgs& args, bool many_rows = false)
   STD_TORCH_CHECK(!packed || args.row_scales_NB, "rows must be float8_e4m3fn with MXFP4");
   STD_TORCH_CHECK(!packed || (args.D | args.F) % (kScaleBlock / 2) == 0,
                   "D and F must be multiples of 64 in MXFP4");
-  const bool bf16 = args.format == WeightFormat::kBf16;
-  STD_TORCH_CHECK(e <= (bf16 ? kFusedExpertsBf16 : kFusedExperts), "there are too many experts");
+  STD_TORCH_CHECK(e <= fused_most_experts(args.format), "there are too many experts");
   args.num_counters = fused_counters(args.N, e, fused_tile_rows(args.format));
   // A tile's number is an int32.
   const int64_t tiles_of_rows = ceil_div(args.F, kScaleBlock) + ceil_div(args.D, kScaleBlock);

@@ -72,14 +72,15 @@ for rows_per_expert in (1.0, 8.0, 64.0, None):
     assert rows.outputs(experts, rows_per_expert).isfinite().all()
 print("done")
 """
-# The experts in one kernel, with tiles of up to 128 rows, of which some are full, and of up to 80.
+# The experts in one kernel, with tiles of up to 144 rows, of which some are full or overfull, and
+# of up to 80.
 ONE_KERNEL = """
 import torch
 from test_few_rows import COUNTS, FP8, Rows
-from test_fused_experts import FULL, SMALL, fused
+from test_fused_experts import FULL, OVERFULL, SMALL, fused
 torch.set_grad_enabled(False)
 device = torch.device("cuda")
-for counts in (COUNTS, FULL, SMALL):
+for counts in (COUNTS, FULL, OVERFULL, SMALL):
     rows = Rows(counts, FP8, device, width=640)
     for gpt_oss in (False, True):
         experts = fused(device, gpt_oss, sizes=(640, 384))

@@ -3,17 +3,17 @@
 //
 //   rows ─ gate and up, activation ─▶ h ─ down ─▶ outputs
 //
-// A block claims tiles: 256 weight rows by up to 128 rows of an expert. All tiles of h come before
+// A block claims tiles: 256 weight rows by up to 144 rows of an expert. All tiles of h come before
 // those of outputs, and a counter for each tile of rows says that its h is written. While some
 // blocks still write h, others load weights of outputs, so that memory never rests between the
 // products.
 //
 //   a warp claims ─▶ two warps load, by TMA ─▶ two warpgroups multiply ─▶ one writes h or outputs
 //
-// fused_experts/ has a file for each role: claims.cuh, loads.cuh, sums.cuh with full_tiles.cuh, and
-// writes.cuh.
-#include "cuda/hopper/fused_experts/full_tiles.cuh"
+// fused_experts/ has a file for each role: claims.cuh, loads.cuh, sums.cuh with full_tiles.cuh and
+// overfull_tiles.cuh, and writes.cuh.
 #include "cuda/hopper/fused_experts/launch.cuh"
+#include "cuda/hopper/fused_experts/overfull_tiles.cuh"
 #include "cuda/hopper/fused_experts/start.cuh"
 #include "cuda/hopper/fused_experts/sums.cuh"
 #include "cuda/hopper/fused_experts/writes.cuh"
@@ -26,22 +26,34 @@ using namespace fused;
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
+// The width behind this one.
+template <typename T>
+constexpr EPMOE_HD int next_width(int width) {
+  if (!kHasFull<T> || width < kMostColumns) return width + kTokenStep;
+  return width < kFullTokens ? kFullTokens : T::kTokens;
+}
+
 // Each width has loops of its own.
 template <typename T, int kWidth = kTokenStep>
 __device__ __forceinline__ void multiply_tile(const Tile& tile, Shared<T>& shared, Stages<T>& ring,
                                               int32_t turn) {
-  constexpr bool kLast = kHasFull<T> && kWidth == kWideColumns;
-  constexpr int kNext = kLast ? T::kTokens : kWidth + kTokenStep;
   if constexpr (kWidth < T::kTokens)
-    if (tile.width > kWidth) return multiply_tile<T, kNext>(tile, shared, ring, turn);
-  float first[kWidth / 2] = {};
-  float second[kWidth / 2] = {};
-  if constexpr (kHasFull<T> && kWidth == T::kTokens) {
-    sum_full_tile(tile, shared, ring, first, second);
-    leave_full_tile(tile, shared, turn, first, second);
+    if (tile.width > kWidth)
+      return multiply_tile<T, next_width<T>(kWidth)>(tile, shared, ring, turn);
+  if constexpr (kHasFull<T> && kWidth > kFullTokens) {
+    OverfullSums sums = {};
+    sum_overfull_tile(tile, shared, ring, sums);
+    leave_overfull_tile(tile, shared, turn, sums);
   } else {
-    sum_tile(tile, shared, ring, first, second);
-    leave(shared, turn, first, second);
+    float first[kWidth / 2] = {};
+    float second[kWidth / 2] = {};
+    if constexpr (kHasFull<T> && kWidth == kFullTokens) {
+      sum_full_tile(tile, shared, ring, first, second);
+      leave_full_tile(tile, shared, turn, first, second);
+    } else {
+      sum_tile(tile, shared, ring, first, second);
+      leave(shared, turn, first, second);
+    }
   }
 }
 

@@ -22,7 +22,7 @@ from epmoe.native.arguments import FP8
 # By the dtype of the weights, the number that must divide D and F.
 _STEPS = {torch.bfloat16: FUSED_STEP, FP8: FP8_BLOCKS.block[1]}
 # The most experts of a rank, by the dtype of the weights. Their table lies in shared memory.
-_MOST_EXPERTS = {torch.bfloat16: MOST_FUSED_EXPERTS, FP8: 1024}
+_MOST_EXPERTS = {torch.bfloat16: MOST_FUSED_EXPERTS, FP8: 512}
 
 
 class FusedExperts(Gemm):

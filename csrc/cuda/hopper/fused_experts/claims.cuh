@@ -16,23 +16,33 @@ constexpr int kWritten = 1;
 
 __device__ __forceinline__ int32_t ceil_of(int32_t a, int32_t b) { return a ? (a - 1) / b + 1 : 0; }
 
+// How many tiles an expert with so many rows has. In fp8 full ones take the least time a row, so
+// all but the last one are full, and that one is overfull where few rows are left.
+template <typename T>
+__device__ __forceinline__ int32_t tiles_of(int32_t rows) {
+  if constexpr (!kHasFull<T>) return ceil_of(rows, T::kTokens);
+  const int32_t full = rows / kFullTokens;
+  const int32_t left = rows % kFullTokens;
+  const bool one_is_overfull = full > 0 && left <= kOverTokens;
+  return left == 0 || one_is_overfull ? full : full + 1;
+}
+
 // Whether the launch takes the smaller tiles. All blocks find the same. A warp calls it.
-__device__ __forceinline__ bool takes_few(Shared<Fp8>& shared, int32_t e) {
+__device__ __forceinline__ bool takes_few(const int32_t* rows_of_experts, int32_t e) {
   int32_t few = 0;
   int32_t many = 0;
   for (int32_t i = threadIdx.x % 32; i < e; i += 32) {
-    const int32_t count = shared.rows(e)[i].count;
-    few += ceil_of(count, Fp8Few::kTokens);
-    many += ceil_of(count, Fp8::kTokens);
+    few += tiles_of<Fp8Few>(rows_of_experts[i]);
+    many += tiles_of<Fp8>(rows_of_experts[i]);
   }
   few = __reduce_add_sync(kAllLanes, few);
   many = __reduce_add_sync(kAllLanes, many);
   return few - many <= many / kTenth;
 }
 
-// Notes the rows of each expert, chooses between tiles, and counts tiles of rows before it: each
-// thread those of some experts, and the first warp adds. Segments that overlap could have more of
-// them than there are counters.
+// Reads the rows of each expert, chooses between tiles, and counts tiles of rows before it: each
+// thread reads those of some experts, and the first warp counts. Segments that overlap could have
+// more tiles than there are counters.
 template <typename T>
 __device__ __forceinline__ void count_parts(const FewRowsArgs& args, Shared<T>& shared) {
   const int32_t e = args.segments.num_local_experts;
@@ -40,21 +50,21 @@ __device__ __forceinline__ void count_parts(const FewRowsArgs& args, Shared<T>& 
   int32_t* first = shared.first;
   for (int32_t i = threadIdx.x; i < e; i += kThreads<T>) {
     const SegmentRows rows = rows_of_expert(args.segments, args.N, i);
-    shared.rows(e)[i] = rows;
-    first[i] = min(ceil_of(rows.count, T::kTokens), most);
+    if constexpr (kListsRows<T>) shared.rows(e)[i] = rows;
+    first[i] = rows.count;
   }
   __syncthreads();
   const int32_t lane = threadIdx.x;
   if (lane < 32) {
+    bool few = false;
     if constexpr (kHasFew<T>) {
-      const bool few = takes_few(shared, e);
+      few = takes_few(first, e);
       if (lane == 0) shared.few = few;
-      for (int32_t i = lane; few && i < e; i += 32)
-        first[i] = min(ceil_of(shared.rows(e)[i].count, Fp8Few::kTokens), most);
     }
     int32_t before = 0;
     for (int32_t i = lane; i - lane < e; i += 32) {
-      const int32_t parts = i < e ? first[i] : 0;
+      const int32_t rows = i < e ? first[i] : 0;
+      const int32_t parts = min(few ? tiles_of<Fp8Few>(rows) : tiles_of<T>(rows), most);
       const int32_t through = warp_inclusive_sum(parts);
       if (i < e) first[i] = min(before + through - parts, most);
       before = min(before + __shfl_sync(kAllLanes, through, 31), most);
@@ -62,6 +72,13 @@ __device__ __forceinline__ void count_parts(const FewRowsArgs& args, Shared<T>& 
     if (lane == 0) first[e] = before;
   }
   __syncthreads();
+}
+
+template <typename T>
+__device__ __forceinline__ SegmentRows rows_of(const FewRowsArgs& args, Shared<T>& shared,
+                                               int32_t expert) {
+  if constexpr (kListsRows<T>) return shared.rows(args.segments.num_local_experts)[expert];
+  return rows_of_expert(args.segments, args.N, expert);
 }
 
 // Whether D and F are multiples of 128, so that no tile and no step is in part behind the end.
@@ -99,19 +116,20 @@ __device__ __forceinline__ Tile tile_of(const FewRowsArgs& args, Shared<T>& shar
   const int32_t expert = segment_at(first, e, part);
   const int32_t in_expert = number - first[expert] * across;
   const int32_t parts = first[expert + 1] - first[expert];
-  const SegmentRows rows = shared.rows(e)[expert];
-  // Tiles of an expert that has too many rows for one have as many each, but where full ones are
-  // faster all but the last one are full.
+  const int32_t in_rows = in_expert % parts;
+  const SegmentRows rows = rows_of(args, shared, expert);
+  // Tiles of an expert that has too many rows for one have as many each, or are full.
   const int32_t each = ceil_of(rows.count, ceil_of(rows.count, T::kTokens));
-  const int32_t step = kHasFull<T> ? T::kTokens : ceil_of(each, kTokenStep) * kTokenStep;
-  const int32_t before = in_expert % parts * step;
-  const int32_t count = min(rows.count - before, step);
+  const int32_t step = kHasFull<T> ? kFullTokens : ceil_of(each, kTokenStep) * kTokenStep;
+  const bool may_be_overfull = kHasFull<T> && in_rows == parts - 1;
+  const int32_t before = in_rows * step;
+  const int32_t count = min(rows.count - before, may_be_overfull ? T::kTokens : step);
   return {.expert = expert,
           .row = rows.begin + before,
           .count = count,
           .width = width_of<T>(count),
           .column = in_expert / parts * columns,
-          .part = first[expert] + in_expert % parts,
+          .part = first[expert] + in_rows,
           .steps = T::kPacked ? ceil_of(down ? F : D, kStep<T>) : (down ? F : D) / kStep<T>,
           .down = down};
 }

@@ -20,9 +20,8 @@ struct Fp8 {
   static constexpr bool kOrdered = false;
   // Parts of a tile's weight rows, one after the other, each with all of k.
   static constexpr int kPasses = 1;
-  // Rows of an expert in a tile, at most. More leave no registers: two sums of a thread, of half as
-  // many columns each, and sums of one block of k.
-  static constexpr int kTokens = static_cast<int>(kFusedTokens);
+  // Rows of an expert in a tile, at most.
+  static constexpr int kTokens = static_cast<int>(kFusedFp8Tokens);
   // Warpgroups that multiply.
   static constexpr int kGroups = 2;
   static constexpr int kStages = 3;
@@ -30,7 +29,7 @@ struct Fp8 {
   static constexpr int kStepsAtOnce = 1;
   // Rows of a tile whose products leave at once: all of them.
   static constexpr int kLeavingTokens = kTokens;
-  static constexpr int64_t kMostExperts = kFusedExperts;
+  static constexpr int64_t kMostExperts = kFusedFp8Experts;
 };
 
 // The same in launches where few experts have more rows than such a tile, and reading weights
@@ -42,6 +41,16 @@ struct Fp8Few : Fp8 {
   static constexpr int kStepsAtOnce = 2;
   static constexpr int kLeavingTokens = kTokens;
 };
+
+// Tiles in fp8 of more tokens than kMostColumns have tokens as the rows of the tensor core, 64 for
+// each warpgroup, and weights as its columns: a thread that adds then has two tokens, so that it
+// makes few factors for many sums. Such a tile is full, or overfull: with up to kOverTokens more,
+// which are columns. A thread's sums of more, and those of one block of k, leave no registers.
+constexpr int kMostColumns = 96;
+constexpr int kFullTokens = 128;
+constexpr int kOverTokens = Fp8::kTokens - kFullTokens;
+template <typename T>
+constexpr bool kHasFull = std::is_same_v<T, Fp8>;
 
 // Whether a launch chooses between these tiles and those of Fp8Few.
 template <typename T>

@@ -13,7 +13,7 @@ namespace epmoe::cuda::fused {
 // Tokens of a warpgroup, and weights of one of its sums: gates, their ups, or half of the outputs.
 constexpr int kTokensOfGroup = 64;
 constexpr int kWeightsOfSum = kWeightRows / 2;
-static_assert(Fp8::kTokens == Fp8::kGroups * kTokensOfGroup);
+static_assert(kFullTokens == Fp8::kGroups * kTokensOfGroup);
 
 // The scales of a step that a thread needs.
 struct StepScales {

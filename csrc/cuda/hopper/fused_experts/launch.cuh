@@ -54,7 +54,7 @@ cudaError_t describe_all(const FewRowsArgs& args, Maps& maps) {
     return describe(h, args.h_NF, args.F, args.N, 1, lines, kBytes);
   };
   if constexpr (kHasFull<T>)
-    if (cudaError_t error = describe_rows(maps.full_rows, maps.full_h, T::kTokens)) return error;
+    if (cudaError_t error = describe_rows(maps.full_rows, maps.full_h, kFullTokens)) return error;
   return describe_rows(maps.rows, maps.h, kBoxTokens<T>);
 }
 

@@ -111,8 +111,6 @@ __device__ __forceinline__ void load_rows(const FewRowsArgs& args, const Maps& m
     const bool full = is_full<T>(claimed);
     const CUtensorMap& by_steps = claimed.down ? maps.h : maps.rows;
     const CUtensorMap& at_once = claimed.down ? maps.full_h : maps.full_rows;
-    const CUtensorMap& map = full ? at_once : by_steps;
-    const int32_t lines = full ? T::kTokens : kBoxTokens<T>;
     int32_t width = claimed.width;
     if constexpr (kBoxTokens<T> != kTokenStep)
       width = ceil_of(width, kBoxTokens<T>) * kBoxTokens<T>;
@@ -131,9 +129,16 @@ __device__ __forceinline__ void load_rows(const FewRowsArgs& args, const Maps& m
         if constexpr (T::kOrdered) filled = &shared.more.arrived[ring.turn % T::kStages];
         expect_bytes(filled, width * kLineBytes);
         const uint32_t to = ring.stage() + kWeightBytes<T>;
+        int32_t line = 0;
+        if (full) {
+          load_box(at_once, to, filled, k, row, 0);
+          line = kFullTokens;
+          // Factors may have been written where the tokens beyond come.
+          if (width > line) fence_shared_for_tma();
+        }
 #pragma unroll 1
-        for (int32_t line = 0; line < width; line += lines)
-          load_box(map, to + line * kLineBytes, filled, k, row + line, 0);
+        for (; line < width; line += kBoxTokens<T>)
+          load_box(by_steps, to + line * kLineBytes, filled, k, row + line, 0);
       }
     } while (left);
     tiles.done();
@@ -153,8 +158,8 @@ __device__ __forceinline__ void arrive_with_copies(uint64_t* mbarrier) {
                : "memory");
 }
 
-// Where the factor of a row lies among those of a tile: a thread that adds reads four at once, of
-// two neighbours, and of those 8 rows further on.
+// Where the scale or the factor of a row lies among those of a tile whose threads read four at
+// once: of two neighbours, and of those 8 rows further on.
 __device__ __forceinline__ int32_t place_of_factor(int32_t row) {
   return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
 }
@@ -196,33 +201,33 @@ class LaneScales {
   // Starts to load those of the next step.
   __device__ __forceinline__ void load_next() {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) rows_[i] = lane_ + 32 * i < count_ ? of_row_[i * next_row_] : 0;
+    for (int i = 0; i < kFactorRows; ++i)
+      rows_[i] = lane_ + 32 * i < count_ ? of_row_[i * next_row_] : 0;
     weights_ = *of_weights_;
     of_row_ += step_;
     ++of_weights_;
   }
 
-  // Writes the products of those that were loaded.
-  __device__ __forceinline__ void write_factors(Shared<T>& shared, int32_t stage) const {
+  // Writes the products of those that were loaded, or NaN.
+  __device__ __forceinline__ void write_factors(ScaleFactors& factors, bool spoilt) const {
     const int32_t place = place_of_factor(lane_);
 #pragma unroll
     for (int part = 0; part < kWeightScales; ++part) {
-      const float of_part = __shfl_sync(kAllLanes, weights_, part);
+      const float of_part = spoilt ? NAN : __shfl_sync(kAllLanes, weights_, part);
 #pragma unroll
-      for (int i = 0; i < kRows; ++i)
-        if (lane_ + 32 * i < count_)
-          shared.scales[stage].factors[part][place + 32 * i] = rows_[i] * of_part;
+      for (int i = 0; i < kFactorRows; ++i)
+        if (lane_ + 32 * i < count_) factors.of_tokens[part][place + 32 * i] = rows_[i] * of_part;
     }
   }
 
   // Where h has not come in time all sums become NaN, and so do the outputs.
   __device__ __forceinline__ void spoil(Shared<T>& shared, int32_t stage) const {
-    for (auto& factors : shared.scales[stage].factors)
-      for (int32_t token = lane_; token < T::kTokens; token += 32) factors[token] = NAN;
+    for (int32_t token = lane_; token < T::kTokens; token += 32)
+      shared.scales[stage].apart.of_rows[token] = NAN;
   }
 
  private:
-  static constexpr int kRows = T::kTokens / 32;
+  static constexpr int kFactorRows = kMostColumns / 32;
 
   // Of the weight rows of warpgroup lane / 2, gates or ups, or either half of its outputs. In a
   // full tile of the weight rows of sum lane / 2, either half of them.
@@ -249,7 +254,7 @@ class LaneScales {
   int64_t step_, next_row_;
   const float* of_row_;
   const float* of_weights_;
-  float rows_[kRows];
+  float rows_[kFactorRows];
   float weights_;
 };
 
@@ -263,15 +268,15 @@ __device__ __forceinline__ void load_scales(const FewRowsArgs& args, Shared<T>& 
     const bool spoilt = tile.down && shared.late;
     const int32_t end = ring.turn + tile.steps;
     LaneScales<T> scales(args, tile);
-    const bool wide = is_wide<T>(tile);
+    const bool as_factors = has_factors<T>(tile);
     tiles.done_as_warp();
     if constexpr (kHasFull<T>)
-      if (wide && !spoilt) {
+      if (as_factors) {
         scales.load_next();
 #pragma unroll 1
         for (; ring.turn < end; ++ring.turn) {
           ring.wait_empty();
-          scales.write_factors(shared, ring.turn % T::kStages);
+          scales.write_factors(shared.factors(ring.turn % T::kStages), spoilt);
           arrive(ring.filled());
           if (ring.turn + 1 < end) scales.load_next();
         }

@@ -132,44 +132,42 @@ __device__ __forceinline__ int32_t thread_of_tile() {
 }
 
 // Scales of a step along k: those of rows, and in fp8 of the weights of each warpgroup's two sums.
-// In a full tile of fp8 they are those of either half of the weights of each sum. In a wide tile
-// there are the products of both instead, the factors of each of these sums.
+// In a full tile they are those of either half of the weights of each sum.
 template <typename T>
-union Scales {
+struct Scales {
   // A lane has each 32nd row. bf16 has none, and an array has at least one element.
   static constexpr int kRows = T::kScaled ? (T::kTokens + 31) / 32 * 32 : 1;
   struct {
     float of_rows[kRows];
     alignas(16) float of_weights[Fp8::kGroups][2];
   } apart;
-  float factors[T::kPacked ? 1 : 2 * Fp8::kGroups][kRows];
 };
 
-// In fp8 a tile of so many columns is wide. There the threads that add would make each factor 16
-// times anew, which costs as much as a third of adding; one warp makes them in front. In narrower
-// tiles memory decides, and copies that no thread waits for are faster.
-constexpr int kWideColumns = 96;
-
-// In fp8 a tile of more tokens is full: it is computed as one of 128, with tokens as the rows of
-// the tensor core, 64 for each warpgroup, and weights as its columns. A thread that adds then has
-// two tokens, so that it makes four factors for 64 sums.
+// In fp8 the widest tile whose tokens are columns has the products of both scales instead, the
+// factors of each warpgroup's two sums. The threads that add would make each of them 16 times anew,
+// which costs as much as a third of adding; one warp makes them in front. In narrower tiles memory
+// decides, and copies that no thread waits for are faster.
+struct ScaleFactors {
+  float of_tokens[2 * Fp8::kGroups][kMostColumns];
+};
 template <typename T>
-constexpr bool kHasFull = std::is_same_v<T, Fp8>;
-static_assert(Fp8::kTokens == 64 * Fp8::kGroups);
+__device__ __forceinline__ bool has_factors(const Tile& tile) {
+  return kHasFull<T> && tile.width == kMostColumns;
+}
 
 // The width of a tile of so many tokens.
 template <typename T>
 __device__ __forceinline__ int32_t width_of(int32_t tokens) {
-  if (kHasFull<T> && tokens > kWideColumns) return T::kTokens;
+  if constexpr (kHasFull<T>) {
+    if (tokens > kFullTokens) return T::kTokens;
+    if (tokens > kMostColumns) return kFullTokens;
+  }
   return (tokens + kTokenStep - 1) / kTokenStep * kTokenStep;
 }
+// Whether it is full or overfull.
 template <typename T>
 __device__ __forceinline__ bool is_full(const Tile& tile) {
-  return kHasFull<T> && tile.width == T::kTokens;
-}
-template <typename T>
-__device__ __forceinline__ bool is_wide(const Tile& tile) {
-  return kHasFull<T> && tile.width == kWideColumns;
+  return kHasFull<T> && tile.width >= kFullTokens;
 }
 
 // What MXFP4 adds.
@@ -194,8 +192,9 @@ struct MoreShared<ManyMxfp4> {
   uint8_t largest[kQueue][kWeightRows];
 };
 
-// The mbarriers of the other stages between which a launch chooses. So all behind them lies at the
-// same place with both.
+// What else a launch has that chooses between two formats: the mbarriers of the stages of the other
+// one, and for the smaller one room for what is larger in the other. So all behind lies at the same
+// place with both.
 template <typename T>
 struct OtherStages {};
 template <>
@@ -206,14 +205,30 @@ template <>
 struct OtherStages<Fp8Few> {
   uint64_t mbarriers[2 * Fp8::kStages];
 };
+// Bytes of stages, of what leaves and of scales.
+template <typename T>
+constexpr int kLargeBytes = T::kStages * kStageBytes<T> + kLeavingBoxes * kLeavingBytes<T> +
+                            T::kStages * static_cast<int>(sizeof(Scales<T>));
+template <typename T>
+struct OtherRoom {};
+template <>
+struct OtherRoom<Fp8Few> {
+  char bytes[kLargeBytes<Fp8> - kLargeBytes<Fp8Few>];
+};
+
+// Whether the rows of experts lie in shared memory. In fp8 tiles leave no room for them: the thread
+// that claims reads them from memory.
+template <typename T>
+constexpr bool kListsRows = !std::is_base_of_v<Fp8, T>;
 
 template <typename T>
 struct Shared {
   char stages[T::kStages][kStageBytes<T>];
   // Products of a tile, on their way out.
   char leaving[kLeavingBoxes][kLeavingBytes<T>];
-  // Of a stage. Factors are read by 16 bytes, which all in front of them is a multiple of.
+  // Of a stage. They begin at a multiple of 16 bytes, as all in front of them does.
   Scales<T> scales[T::kScaled ? T::kStages : 1];
+  [[no_unique_address]] OtherRoom<T> room;
   Tile queue[kQueue];
   uint64_t mbarriers[2 * T::kStages];
   [[no_unique_address]] OtherStages<T> other;
@@ -232,15 +247,22 @@ struct Shared {
   // Tiles are those of Fp8Few.
   bool few;
   [[no_unique_address]] MoreShared<T> more;
-  // Tiles of rows before each expert, e + 1 of them; and behind them the rows of each expert.
+  // Tiles of rows before each expert, e + 1 of them; and behind them its rows, if kListsRows.
   int32_t first[];
 
   __device__ __forceinline__ SegmentRows* rows(int32_t experts) {
     return reinterpret_cast<SegmentRows*>(first + experts + 1);
   }
+  // Those of a stage lie in its lines for the tokens beyond a full tile, which only overfull tiles
+  // have.
+  __device__ __forceinline__ ScaleFactors& factors(int32_t stage) {
+    constexpr int kLines = kOverTokens * kLineBytes;
+    static_assert(sizeof(ScaleFactors) <= kLines);
+    return *reinterpret_cast<ScaleFactors*>(stages[stage] + kStageBytes<T> - kLines);
+  }
   static constexpr int64_t bytes(int64_t experts) {
-    return static_cast<int64_t>(sizeof(Shared) + (experts + 1) * sizeof(int32_t) +
-                                experts * sizeof(SegmentRows));
+    const int64_t rows = kListsRows<T> ? experts * sizeof(SegmentRows) : 0;
+    return static_cast<int64_t>(sizeof(Shared) + (experts + 1) * sizeof(int32_t)) + rows;
   }
 };
 

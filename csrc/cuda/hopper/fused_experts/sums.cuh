@@ -73,7 +73,7 @@ __device__ __forceinline__ void add_with_factors(float (&sums)[kCount], const fl
 // A warpgroup's sums: `first` of 64 gates and `second` of their ups, or of 64 outputs each.
 template <typename T, int kCount>
   requires std::is_base_of_v<Fp8, T>
-__device__ __forceinline__ void sum_tile(const Tile& tile, const Shared<T>& shared, Stages<T>& ring,
+__device__ __forceinline__ void sum_tile(const Tile& tile, Shared<T>& shared, Stages<T>& ring,
                                          float (&first)[kCount], float (&second)[kCount]) {
   // The shuffle tells the compiler that a warp has one group, so that operands need no registers of
   // each thread.
@@ -88,16 +88,16 @@ __device__ __forceinline__ void sum_tile(const Tile& tile, const Shared<T>& shar
     const uint64_t first_weights = wgmma_operand(at + first_at);
     const uint64_t second_weights = wgmma_operand(at + first_at + to_second);
     const uint64_t tokens = wgmma_operand(at + kWeightBytes<T>);
-    const auto& scales = shared.scales[stage];
-    if constexpr (2 * kCount == kWideColumns) {
-      const float* factors = scales.factors[2 * group] + 4 * (threadIdx.x % 4);
+    const auto& scales = shared.scales[stage].apart;
+    if constexpr (kHasFull<T> && 2 * kCount == kMostColumns) {
+      const ScaleFactors& factors = shared.factors(stage);
       multiply_step(first_weights, tokens, step_sums);
-      add_with_factors(first, step_sums, factors);
+      add_with_factors(first, step_sums, factors.of_tokens[2 * group] + 4 * (threadIdx.x % 4));
       multiply_step(second_weights, tokens, step_sums);
-      add_with_factors(second, step_sums, factors + T::kTokens);
+      add_with_factors(second, step_sums, factors.of_tokens[2 * group + 1] + 4 * (threadIdx.x % 4));
     } else {
-      const float* token_scales = scales.apart.of_rows + 2 * (threadIdx.x % 4);
-      const float2 weight_scales = *reinterpret_cast<const float2*>(scales.apart.of_weights[group]);
+      const float* token_scales = scales.of_rows + 2 * (threadIdx.x % 4);
+      const float2 weight_scales = *reinterpret_cast<const float2*>(scales.of_weights[group]);
       multiply_step(first_weights, tokens, step_sums);
       add_scaled(first, step_sums, token_scales, weight_scales.x);
       multiply_step(second_weights, tokens, step_sums);

@@ -32,6 +32,7 @@ struct DispatchArgs {
   // rows.
   DType dtype;
   int64_t x_stride_bytes;  // between rows
+  int64_t x_row_bytes;     // of a row of x
   const void* ids_TK;      // logical experts
   bool wide_ids;           // ids are int64, else int32
   // Whether the rows that the alignment leaves between segments become zeros; CUDA only.
@@ -43,6 +44,8 @@ struct DispatchArgs {
   const int32_t* num_tokens;  // real tokens, a scalar where the kernel runs; null: num_rows holds
   int64_t T;                  // rows of x; rows at and past the number of tokens are padding
   int64_t num_rows;           // real tokens, as the host knows them
+  // Elements of a row as it travels: in formats with scales whole blocks, of which x may have fewer
+  // elements. The others are zeros.
   int64_t D;
   int32_t K;
   bool

@@ -110,14 +110,17 @@ void dispatch(const Tensor& x, const Tensor& ids, const Tensor& weights, const M
   take_tokens(args, x, ids, weights, scales, num_tokens, num_rows, plan.payload_format);
   STD_TORCH_CHECK(args.T <= plan.M && args.K <= plan.K, "x, ids and weights must fit the plan");
   WireTraits traits = wire(plan.payload_format);
+  args.x_row_bytes = args.D * itemsize(args.dtype);
+  const int64_t line = traits.has_scales() ? 16 * itemsize(args.dtype) : 16;  // bytes of x
+  args.D = traits.width(args.D);
   STD_TORCH_CHECK(args.D >= 1 &&
                       traits.row_bytes(args.D, itemsize(args.dtype)) <= plan.x_stride_bytes &&
                       traits.num_scales(args.D) <= plan.scale_blocks,
                   "a row of x must fit the plan");
   STD_TORCH_CHECK(d.to_caller || args.dtype != wire(WireFormat::kPackedFp8).element || scales,
                   "packed rows are for training");
-  STD_TORCH_CHECK(is_aligned(x) && args.x_stride_bytes % 16 == 0,
-                  "rows of x must start at multiples of 16 bytes");
+  STD_TORCH_CHECK(is_aligned(x) && args.x_stride_bytes % 16 == 0 && args.x_row_bytes % line == 0,
+                  "rows of x must start at multiples of 16 bytes, and be whole lines");
   args.expert_major = d.expert_major;
   args.weight_rows = d.weight_rows;
   args.zero_gaps = d.zero_gaps;

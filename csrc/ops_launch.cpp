@@ -20,7 +20,8 @@ Tensor launch_policy(const Tensor& plan, int64_t T, int64_t D, int64_t K, int64_
                      int64_t major, int64_t shared_bytes) {
   DispatchArgs out{};
   out.dtype = static_cast<DType>(dtype);
-  out.T = out.num_rows = T, out.D = D, out.K = static_cast<int32_t>(K);
+  out.T = out.num_rows = T, out.K = static_cast<int32_t>(K);
+  out.D = wire(plan_of(plan).payload_format).width(D);
   out.expert_major = expert_major, out.send = send, out.receive = receive;
   CombineArgs back{};
   back.rows = &back;  // not null: the round is not aborted

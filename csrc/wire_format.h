@@ -49,6 +49,10 @@ struct WireTraits {
   constexpr EPMOE_HD int64_t num_scales(int64_t D) const {
     return scale_bytes ? ceil_div(D, block) : 0;
   }
+  // Elements of a row of D as it travels: with scales whole blocks.
+  constexpr EPMOE_HD int64_t width(int64_t D) const {
+    return has_scales() ? num_scales(D) * block : D;
+  }
   // Bytes of a row's scales, rounded up to TMA copies of 16 bytes.
   constexpr EPMOE_HD int32_t padded_scale_bytes(int64_t D) const {
     return has_scales() ? static_cast<int32_t>(ceil_div(D, block * 16 / scale_bytes) * 16) : 0;

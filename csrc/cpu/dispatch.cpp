@@ -59,7 +59,7 @@ void send_tokens(const Exchange& ex, const DispatchArgs& args, int64_t tokens,
   const ExchangePlan& plan = ex.plan;
   auto* slots = in_scratch<int32_t>(ex, plan.slots);
   Pairs pairs(plan.K, plan.E);
-  WireRows rows(args, plan.payload_format);
+  WireRows rows(args, plan.payload_format, args.x_row_bytes);
   int64_t row_bytes = wire_row_bytes(plan.payload_format, args.D, args.dtype);
   bool stream = streams(tokens * plan.x_stride_bytes * std::min<int64_t>(args.K, plan.R));
   for (int64_t t = 0; t < tokens; ++t) {

@@ -57,23 +57,31 @@ void read_pairs(const PairTables& tables, const Args& args, int64_t t, Pairs& pa
   }
 }
 
-// The rows of a call as they travel: as they come, or quantized, until the next one is. Args:
-// DispatchArgs or RailPackArgs.
+// The rows of a call as they travel, until the next one is: as they come or quantized, with zeros
+// behind them where rows of x have fewer than D elements. Args: DispatchArgs or RailPackArgs.
 template <typename Args>
 class WireRows {
  public:
-  WireRows(const Args& args, WireFormat format)
-      : args_(args), format_(format), quantizes_(wire(format).quantizes(args.dtype)) {
-    if (quantizes_) row_.resize(args.D), scales_.resize(wire(format).num_scales(args.D));
+  WireRows(const Args& args, WireFormat format, int64_t x_row_bytes)
+      : args_(args),
+        format_(format),
+        x_row_bytes_(x_row_bytes),
+        quantizes_(wire(format).quantizes(args.dtype)),
+        copies_(x_row_bytes < args.D * itemsize(args.dtype)) {
+    if (quantizes_ || copies_) row_.resize(args.D);
+    if (quantizes_) scales_.resize(wire(format).num_scales(args.D));
   }
 
   // Row t, and its scales: null where rows have none.
   std::pair<const void*, const float*> at(int64_t t) {
     const void* row = static_cast<const char*>(args_.x_TD) + t * args_.x_stride_bytes;
-    if (!quantizes_) return {row, args_.scales_TB + t * args_.scales_stride};  // null, plus 0
+    if (!quantizes_) {
+      if (copies_) row = std::memcpy(row_.data(), row, x_row_bytes_);
+      return {row, args_.scales_TB + t * args_.scales_stride};  // null, plus 0
+    }
     visit(args_.dtype, [&](auto type) {
-      quantize_row(static_cast<const decltype(type)*>(row), args_.D, row_.data(), scales_.data(),
-                   wire(format_).block);
+      quantize_row(static_cast<const decltype(type)*>(row), x_row_bytes_ / itemsize(args_.dtype),
+                   row_.data(), scales_.data(), wire(format_).block);
     });
     return {row_.data(), scales_.data()};
   }
@@ -81,7 +89,8 @@ class WireRows {
  private:
   const Args& args_;
   WireFormat format_;
-  bool quantizes_;
+  int64_t x_row_bytes_;
+  bool quantizes_, copies_;
   std::vector<Float8> row_;
   std::vector<float> scales_;
 };

@@ -66,7 +66,7 @@ void write_pairs(const RailPackArgs& args, char* slot, int64_t node, const Pairs
 void copy_tokens(const RailPackArgs& args, const std::vector<char*>& slabs, int64_t tokens) {
   Pairs pairs(args.K, args.E);
   int64_t uncounted[kNumCounters] = {};  // `assign_slots` has counted
-  WireRows rows(args, args.format);
+  WireRows rows(args, args.format, args.D * itemsize(args.dtype));
   int64_t row_bytes = wire_row_bytes(args.format, args.D, args.dtype);
   int64_t blocks = wire(args.format).num_scales(args.D);
   bool stream = streams(tokens * args.slot.bytes);

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from checked_round import weight_of_rows
 from exchanges import (
     FP8,
@@ -47,6 +48,20 @@ SHAPES = [
     # The last block of a row is partly filled: as that of gpt-oss, and one line of it.
     (5, 3, 256, 144, None),
     (70, 64, 32, 2880, None),
+    (70, 70, 256, 1248, None),
+    (70, 70, 256, 1248, 2),
+    (60, 50, 32, 20512, 2),
+]
+# The last block of a row is partly filled: tokens of rank 0 and of all others, ll_max_tokens,
+# hidden size, num_sms.
+PARTLY_FILLED = [
+    (5, 3, 256, 144, None),
+    (5, 3, 256, 2880, None),
+    (70, 70, 256, 1248, None),
+    (70, 64, 256, 2880, 2),
+    (70, 64, 32, 2880, None),
+    (16, 70, 32, 352, None),
+    (60, 50, 32, 10272, 2),
 ]
 
 
@@ -130,6 +145,62 @@ def test_every_bit_arrives(
                 want.rows[gaps] = one
             assert torch.equal(bits(getattr(d, name)[: len(want.rows)]), want.rows)
         ep.abort(d)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("phases", [False, True])
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize(("first", "others", "ll_max_tokens", "hidden", "num_sms"), PARTLY_FILLED)
+def test_dispatch_quantizes_a_block_that_is_partly_filled(
+    make_ep, rank, size, first, others, ll_max_tokens, hidden, num_sms, layout, dtype, phases
+):
+    """The bits of `epmoe.quantize_fp8`, and zeros up to the end of the block. Dispatch takes x as
+    it is, and reads nothing behind its rows.
+    """
+    if nodes_of(size):
+        pytest.skip("over several nodes rows are filled up in front")
+    ep = make_fp8_ep(make_ep, ll_max_tokens, hidden=hidden, num_sms=num_sms, dtype=dtype)
+    tokens = [make_tokens(ep.config, r, others if r else first, padded=2) for r in range(size)]
+    slabs, of_scales = (
+        expected_slabs(
+            ep.config,
+            ep.placement,
+            [replace(t, x=epmoe.quantize_fp8(t.x, num_tokens=t.real)[part]) for t in tokens],
+            rank,
+        )
+        for part in range(2)
+    )
+    mine = tokens[rank]
+    x = torch.full((len(mine.x), hidden + 128), 1e4, dtype=mine.x.dtype, device=ep.device)
+    x = x[:, :hidden]
+    x.copy_(mine.x)
+    poison(ep)
+    ids, weights = mine.ids.to(ep.device), mine.weights.to(ep.device)
+    if phases:
+        sent = ep.dispatch_send(x, ids, weights, num_tokens=mine.real, layout=layout)
+        assert sent.operands.x.data_ptr() == x.data_ptr()
+        d = ep.dispatch_recv(sent)
+    else:
+        d = ep.dispatch(x, ids, weights, num_tokens=mine.real, layout=layout)
+    if layout == "rank":
+        got, scales = d.recv.x.flatten(0, 1), d.recv.scales.flatten(0, 1)
+        slots = slab_shape(ep.config)[1]
+        used = torch.arange(len(got)) % slots < slabs.counts.repeat_interleave(slots)
+        want, want_scales = slabs.x, of_scales.x
+    else:
+        got, scales = d.rows, d.scales
+        rows = expected_rows(ep.config, ep.placement, slabs, rank)
+        want = rows.rows
+        want_scales = expected_rows(ep.config, ep.placement, of_scales, rank).rows
+        used = torch.zeros(len(got), dtype=torch.bool)
+        used[rows.row_of_pair[rows.row_of_pair >= 0].long()] = True
+        want, want_scales = (F.pad(t, (0, 0, 0, len(got) - len(t))) for t in (want, want_scales))
+    assert torch.equal(bits(got)[used], bits(want)[used])
+    assert torch.equal(bits(scales)[used], bits(want_scales)[used])
+    behind = -hidden % 128
+    tail = got.as_strided((len(got), behind), (got.stride(0), 1), got.storage_offset() + hidden)
+    assert not bits(tail)[used].any()
+    ep.abort(d)
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])

@@ -19,15 +19,24 @@ struct OutgoingChunk {
   __device__ __forceinline__ OutgoingChunk(const DispatchBlock& b, int32_t item, int32_t chunks)
       : item(item), t(item / chunks), chunk(item - t * chunks, b.kernel.row_bytes()) {}
 
+  // Of x as many make a line as of the row that travels.
+  using Element = std::conditional_t<kQuantizes<Source>, Source, uint32_t>;
+  static constexpr int kCount = kQuantizes<Source> ? kLineElements<kFormat> : 4;
+
+  // Whether x has the lane's n-th line. Lines that fill up the last block are zeros.
+  __device__ __forceinline__ bool is_in_x(const DispatchBlock& b, int n) const {
+    if constexpr (!wire(kFormat).has_scales()) return chunk.inside(n);
+    constexpr uint32_t kLineBytes = kCount * sizeof(Element);
+    const uint32_t x_lines = static_cast<uint32_t>(b.args.x_row_bytes) / kLineBytes;
+    return chunk.at(n) < static_cast<int32_t>(x_lines);
+  }
   __device__ __forceinline__ void read(const DispatchBlock& b) {
     if (t >= b.args.T) return;
-    using Element = std::conditional_t<kQuantizes<Source>, Source, uint32_t>;
-    constexpr int kCount = kQuantizes<Source> ? kLineElements<kFormat> : 4;  // of a line
     Element elements[N][kCount] = {};
     auto* x = reinterpret_cast<const Element*>(b.x_at(t));
 #pragma unroll
     for (int n = 0; n < N; ++n)
-      if (chunk.inside(n)) load_vectors(x + chunk.at(n) * kCount, elements[n]);
+      if (is_in_x(b, n)) load_vectors(x + chunk.at(n) * kCount, elements[n]);
     if constexpr (chunk.kScaled && !kQuantizes<Source>) {
 #pragma unroll
       for (int n = 0; n < N; ++n)

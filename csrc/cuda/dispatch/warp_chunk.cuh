@@ -29,16 +29,21 @@ struct WarpChunk {
     scales = b.shared.scales[warp];
     if (threadIdx.x % 32 == 0) init_mbarrier(mbarrier);
   }
-  // Of a chunk in x.
+  // Of a chunk, before it is quantized. A block of elements that x does not fill ends with zeros.
   __device__ __forceinline__ int32_t bytes(int32_t chunk) const {
     auto row_bytes = static_cast<int32_t>(b.args.D * itemsize(b.args.dtype));
+    return min(b.kernel.chunk_bytes, row_bytes - chunk * b.kernel.chunk_bytes);
+  }
+  // Of a chunk in x. Chunks begin with blocks, so each has some.
+  __device__ __forceinline__ int32_t x_bytes(int32_t chunk) const {
+    auto row_bytes = static_cast<int32_t>(b.args.x_row_bytes);
     return min(b.kernel.chunk_bytes, row_bytes - chunk * b.kernel.chunk_bytes);
   }
   // Starts the load of a chunk, once the last one has left the buffer.
   __device__ __forceinline__ void load(int32_t t, int32_t chunk) {
     tma_wait_read<0>();
     __syncwarp();
-    tma_load(buffer, b.x_at(t) + chunk * b.kernel.chunk_bytes, bytes(chunk), mbarrier);
+    tma_load(buffer, b.x_at(t) + chunk * b.kernel.chunk_bytes, x_bytes(chunk), mbarrier);
     ++loads;
   }
   // Waits for the last load.
@@ -47,13 +52,25 @@ struct WarpChunk {
   template <WireFormat kFormat, typename Source>
   __device__ __forceinline__ void take(int32_t chunk) const {
     await();
-    if constexpr (kQuantizes<Source>) quantize<kFormat, Source>(bytes(chunk));
+    if constexpr (kQuantizes<Source>)
+      quantize<kFormat, Source>(bytes(chunk), x_bytes(chunk));
+    else if constexpr (wire(kFormat).has_scales())
+      fill_up(bytes(chunk), x_bytes(chunk));
+  }
+
+  // Puts zeros behind the elements that have come from x.
+  __device__ __forceinline__ void fill_up(int32_t bytes, int32_t x_bytes) const {
+    if (x_bytes == bytes) return;
+    for (int32_t v = x_bytes / 16 + threadIdx.x % 32; v * 16 < bytes; v += 32)
+      reinterpret_cast<uint4*>(buffer)[v] = {};
+    fence_shared_for_tma();
+    __syncwarp();
   }
 
   // Quantizes the chunk in place. kLanes lanes share a block of elements that have one scale. A
   // step writes only over what this step and earlier ones have read.
   template <WireFormat kFormat, typename Source>
-  __device__ __forceinline__ void quantize(int32_t bytes) const {
+  __device__ __forceinline__ void quantize(int32_t bytes, int32_t x_bytes) const {
     constexpr int kCount = kPerVector<Source>;
     constexpr int kLanes = wire(kFormat).block / kCount;
     constexpr int kStep = 2;
@@ -66,7 +83,7 @@ struct WarpChunk {
       for (int i = 0; i < kStep; ++i) {
         int32_t v = first + i * 32;
         float values[kCount] = {};
-        if (v * 16 < bytes)
+        if (v * 16 < x_bytes)
           to_floats(reinterpret_cast<const Vector<Source, kCount>*>(buffer)[v], values);
         scale[i] = block_scale<kCount, kLanes>(values);
         packed[i] = quantized<kFormat>(values, scale[i]);

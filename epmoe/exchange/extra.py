@@ -9,9 +9,9 @@ Each line of 16 bytes holds 12 extra bytes. Its last word stays 0, since the LL 
 carry every value in that word (docs/protocol.md, "LL lines").
 
 Rows that are quantized have whole blocks of elements, with one scale a block. A block that holds
-only extra bytes has a scale of 1. If the hidden size D is no multiple of a block, a row is filled
-up with zeros to whole blocks, in rounds without `extra`, too. In the code such a row brings
-`NOTHING`.
+only extra bytes has a scale of 1. If the hidden size D is no multiple of a block, rows also travel
+with zeros up to whole blocks in rounds without `extra`. Dispatch adds them, and x stays as it is.
+In the code such a row brings `NOTHING`.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Extra(NamedTuple):
 
 
 NOTHING = Extra(torch.uint8, (0,))
-"""No extra bytes. It stands for rows that are only filled up to whole blocks."""
+"""No extra bytes. It stands for rows that dispatch fills up to whole blocks."""
 
 
 def check_extra(given: object, T: int, device: torch.device, most_bytes: int) -> None:

@@ -101,7 +101,7 @@ class Templates:
             device = self._device
 
             # Find the dtype and shape of the extra bytes, which are a part of the round's shape.
-            # Rows that are only filled up to whole blocks bring `NOTHING`.
+            # Rows that the kernels fill up to whole blocks bring `NOTHING`.
             kind: Extra | None = None
             extra_fits = True
             if extra is not None:
@@ -171,13 +171,10 @@ class Templates:
     def with_extra(self, call: Call, kind: Extra) -> Call:
         """Return the call with longer rows, which have their extra bytes behind the elements.
 
-        `kind` is the dtype and shape of the extra bytes. If the call brings none, rows are filled
-        up to whole blocks.
+        `kind` is the dtype and shape of the extra bytes.
         """
-        extra = call.extra
-        if extra is None:
-            extra = call.x.new_empty(len(call.x), *kind.shape, dtype=kind.dtype)
-        x, scales = kind.behind(call.x, call.scales, extra, self._payload)
+        assert call.extra is not None
+        x, scales = kind.behind(call.x, call.scales, call.extra, self._payload)
         return call._replace(x=x, scales=scales, extra=kind)
 
     def _new(self, shape: RoundShape) -> RoundTemplate:

@@ -158,7 +158,7 @@ def test_dispatch_quantizes_a_block_that_is_partly_filled(
     it is, and reads nothing behind its rows.
     """
     if nodes_of(size):
-        pytest.skip("over several nodes rows are filled up in front")
+        pytest.skip("a block that is partly filled travels within a node")
     ep = make_fp8_ep(make_ep, ll_max_tokens, hidden=hidden, num_sms=num_sms, dtype=dtype)
     tokens = [make_tokens(ep.config, r, others if r else first, padded=2) for r in range(size)]
     slabs, of_scales = (

@@ -278,7 +278,8 @@ struct ExpertsCall {
 };
 
 // Checks all tensors of a call. Rows are fp8 with fp8 weights, and with MXFP4 where they have
-// scales. `by_blocks`: h in fp8 has a scale for each block of kScaleBlock, else powers of two.
+// scales. `by_blocks`: h in fp8 has a scale for each block of kScaleBlock, else powers of two, or
+// with packed weights h is bf16.
 ExpertsCall experts_call(const Tensor& rows, const MaybeTensor& row_scales, const Tensor& gate_up,
                          const MaybeTensor& gate_up_scales, const MaybeTensor& gate_up_bias,
                          const Tensor& down, const MaybeTensor& down_scales,
@@ -316,11 +317,12 @@ ExpertsCall experts_call(const Tensor& rows, const MaybeTensor& row_scales, cons
                         row_scales->size(1) == ceil_div(D, kScaleBlock),
                     "row_scales must be float32 [N, D / 128]");
   }
-  Tensor h = empty_like_device(rows, {N, F}, rows.scalar_type());
-  int64_t columns = padded_columns(fp8 && by_blocks ? N : 0);
+  const bool fp8_h = of_fp8 || (fp8 && by_blocks);
+  Tensor h = empty_like_device(rows, {N, F}, fp8_h ? rows.scalar_type() : ScalarType::BFloat16);
+  int64_t columns = padded_columns(fp8_h && by_blocks ? N : 0);
   Tensor h_scales =
       columns ? empty_like_device(rows, {ceil_div(F, kScaleBlock), columns}, ScalarType::Float)
-              : empty_like_device(rows, {fp8 ? N : 0, F / 16}, ScalarType::Byte);
+              : empty_like_device(rows, {fp8_h ? N : 0, F / 16}, ScalarType::Byte);
   Tensor out = empty_like_device(rows, {N, D}, ScalarType::BFloat16);
   FewRowsArgs args{
       .format = format,
@@ -360,11 +362,10 @@ Tensor few_rows(const Tensor& rows, const MaybeTensor& row_scales, const Tensor&
                 const Tensor& expert_offsets, const MaybeTensor& tokens_per_expert,
                 bool interleaved, double limit, double alpha, double up_offset, int64_t token_tiles,
                 const MaybeTensor& tensor_scales) {
+  const bool packed = down.scalar_type() == ScalarType::Float4_e2m1fn_x2;
   ExpertsCall call = experts_call(rows, row_scales, gate_up, gate_up_scales, gate_up_bias, down,
                                   down_scales, down_bias, expert_offsets, tokens_per_expert,
-                                  interleaved, limit, alpha, up_offset, token_tiles > 1);
-  const bool packed = is_packed(call.args.format);
-  STD_TORCH_CHECK(!packed || !row_scales.has_value(), "rows must be bfloat16 with packed weights");
+                                  interleaved, limit, alpha, up_offset, !packed && token_tiles > 1);
   STD_TORCH_CHECK(token_tiles == 1 || token_tiles == 4 || token_tiles == (packed ? 2 : 8),
                   "token_tiles must be 1 or 4, or 2 with MXFP4 and NVFP4, else 8");
   STD_TORCH_CHECK((call.args.format == WeightFormat::kNvfp4) == tensor_scales.has_value(),

@@ -321,12 +321,13 @@ def test_calls_of_few_rows_take_the_kernels(device):
     assert built(FP8, device, batch_invariant=True).gemms == ("fused_experts",)
     assert built(BF16, device).gemms[:2] == ("few_rows", "few_rows_by_tma")
     assert "few_rows" not in built(BF16, device, gemm="torch").gemms
-    of_mxfp4 = ("fused_experts_mxfp4", "few_rows_mxfp4", "hopper")
-    assert built(MXFP4, device).gemms[:3] == of_mxfp4
+    of_mxfp4 = ("fewest_rows_mxfp4", "fused_experts_mxfp4", "few_rows_mxfp4", "hopper")
+    assert built(MXFP4, device).gemms[:4] == of_mxfp4
 
 
 @pytest.mark.parametrize(
-    "name", ["few_rows", "few_rows_mxfp4", "few_rows_by_tma", "invariant_few_rows"]
+    "name",
+    ["few_rows", "fewest_rows_mxfp4", "few_rows_mxfp4", "few_rows_by_tma", "invariant_few_rows"],
 )
 def test_which_calls_take_the_kernels(name):
     for rows, takes in ((None, False), (0.0, True), (1.0, True), (4.0, True), (4.1, False)):

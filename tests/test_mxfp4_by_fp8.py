@@ -4,17 +4,20 @@ epmoe's, and in a layer whose rows travel as fp8.
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
 import pytest
 import torch
 from expert_inputs import BF16, FP8, GPT_OSS, MXFP4, real_outputs
-from helpers import alone, generator, poison_, randn
+from helpers import ON_GPUS, alone, generator, poison_, randn
 from test_few_rows import segments
 from torch import Tensor
 
 import epmoe
+from epmoe.local.gemm.table import GEMMS
+from epmoe.local.quantize import dequantize_rows
 
 pytestmark = pytest.mark.usefixtures("serving")
 
@@ -28,6 +31,9 @@ SIZES = [(256, 128), (160, 96), (192, 320)]
 # Error of a row, over its norm. h is bf16; or fp8 in a kernel for GPUs, which
 # test_fused_experts_mxfp4.py compares with an h that is fp8, too.
 LIMIT = {"cpu": 0.02, "cuda": 0.06}
+# On GPUs, for calls with few rows in fp8: the first takes as few as leave most
+# multiprocessors idle.
+KERNELS = ("fewest_rows_mxfp4", "fused_experts_mxfp4")
 
 
 def decoded(codes: Tensor, scales: Tensor) -> Tensor:
@@ -155,6 +161,46 @@ def test_outputs_are_those_of_the_codes(device, sizes, gpt_oss, rows_per_expert)
     rows = Rows(sizes[0], device)
     got = rows.outputs(drawn.experts(device), rows_per_expert)
     assert (errors(got, rows.wanted(drawn)) <= LIMIT[device.type]).all()
+
+
+def assert_same_as_dequantized(experts: epmoe.GroupedExperts, rows: Rows, each: float) -> None:
+    """Kernels for few rows give rows in fp8 the bits of these rows in bf16, `each` of an expert."""
+    if "few_rows_mxfp4" not in experts.gemms:
+        pytest.skip("no Hopper")
+    experts._stage = experts._stage._replace(gemms=("few_rows_mxfp4", experts.gemm), most_rows={})
+    got = rows.outputs(experts, each)
+    plain = copy.copy(rows)
+    plain.rows = dequantize_rows(rows.rows, rows.scales, BF16)
+    plain.scales = None
+    assert torch.equal(got.view(torch.int16), plain.outputs(experts, each).view(torch.int16))
+    assert not got.isnan().any()
+
+
+@ON_GPUS
+@pytest.mark.parametrize("rows_per_expert", [1.0, 8.0, 20.0])
+@pytest.mark.parametrize("gpt_oss", [False, True])
+@pytest.mark.parametrize("sizes", [*SIZES, (2880, 64)])
+def test_few_rows_in_fp8_are_those_dequantized(device, sizes, gpt_oss, rows_per_expert):
+    experts = Drawn(sizes, gpt_oss).experts(device)
+    assert_same_as_dequantized(experts, Rows(sizes[0], device), rows_per_expert)
+
+
+@ON_GPUS
+def test_so_few_rows_take_the_kernels_for_few(device, monkeypatch):
+    """As few as leave most multiprocessors without a tile of the other kernel."""
+    experts = Drawn((256, 128), gpt_oss=False).experts(device)
+    if KERNELS[0] not in experts.gemms:
+        pytest.skip("no Hopper")
+    rows = Rows(256, device)
+    outputs = torch.zeros_like(rows.rows, dtype=BF16)
+    taken = []
+    for name in KERNELS:
+        monkeypatch.setattr(
+            type(GEMMS[name]), "experts", lambda gemm, *_: taken.append(gemm.name) or outputs
+        )
+    for rows_per_expert in (0.5, 1.5, None):
+        rows.outputs(experts, rows_per_expert)
+    assert taken == [KERNELS[0], KERNELS[1], KERNELS[1]]
 
 
 def test_a_row_depends_on_no_other_row(device):

@@ -11,7 +11,15 @@ import pytest
 import torch
 from expert_inputs import BF16, GPT_OSS, MXFP4
 from helpers import ON_GPUS, alone, captured, generator, poison_, poisoned_memory, randn
-from test_mxfp4_by_fp8 import COUNTS, MAGNITUDES, E, Rows, as_fp8, errors
+from test_mxfp4_by_fp8 import (
+    COUNTS,
+    MAGNITUDES,
+    E,
+    Rows,
+    as_fp8,
+    assert_same_as_dequantized,
+    errors,
+)
 from torch import Tensor
 
 import epmoe
@@ -232,6 +240,14 @@ def test_many_rows_have_the_bits_of_bf16(device, sizes, counts):
         want = Hopper().multiply((rows, None), (plain_weights(weights), None), ends, 1)
     assert torch.equal(got[: sum(counts)].view(torch.int16), want[: sum(counts)].view(torch.int16))
     assert not got[: sum(counts)].isnan().any()
+
+
+@ON_GPUS
+@pytest.mark.parametrize("rows_per_expert", [1.0, 8.0, 20.0])
+@pytest.mark.parametrize("sizes", [(256, 128), (192, 320)])
+def test_few_rows_in_fp8_are_those_dequantized(device, sizes, rows_per_expert):
+    experts = Drawn(sizes, gpt_oss=True).experts(device)
+    assert_same_as_dequantized(experts, Rows(sizes[0], device), rows_per_expert)
 
 
 @ON_GPUS

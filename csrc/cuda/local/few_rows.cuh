@@ -20,7 +20,9 @@ constexpr int kHeadroom = 7;
 
 // One of the two products, of one dtype.
 struct Product {
-  const uint8_t* rows;      // [N, k], fp8 with weights in fp8, else bf16
+  // [N, k], fp8 with weights in fp8, else bf16; of gate and up in MXFP4 or NVFP4 either.
+  const uint8_t* rows;
+  int64_t row_bytes;        // from row to row
   const float* row_scales;  // of gate and up in fp8
   int64_t row_scales_stride;
   const uint8_t* weights;  // [e, weight rows, k]
@@ -188,7 +190,10 @@ template <typename Launch>
 cudaError_t launch_both(const FewRowsArgs& args, const Launch& launch) {
   auto bytes = [](const void* at) { return static_cast<const uint8_t*>(at); };
   auto bias = [](const void* at) { return static_cast<const __nv_bfloat16*>(at); };
+  const bool fp8 = args.format == WeightFormat::kFp8;
+  const bool fp8_rows = fp8 || args.row_scales_NB;
   Product gate_up = {bytes(args.rows_ND),
+                     args.rows_stride * (fp8_rows ? 1 : 2),
                      args.row_scales_NB,
                      args.row_scales_stride,
                      bytes(args.gate_up_e2FD),
@@ -198,8 +203,9 @@ cudaError_t launch_both(const FewRowsArgs& args, const Launch& launch) {
                      args.F,
                      args.h_NF,
                      args.tensor_scales};
-  Product down = {bytes(args.h_NF),     nullptr, 0,      bytes(args.down_eDF), args.down_scales,
-                  bias(args.down_bias), args.F,  args.D, args.out_ND,          args.tensor_scales};
+  Product down = {bytes(args.h_NF),  args.F * (fp8 ? 1 : 2), nullptr, 0,      bytes(args.down_eDF),
+                  args.down_scales,  bias(args.down_bias),   args.F,  args.D, args.out_ND,
+                  args.tensor_scales};
   if (cudaError_t error = launch(gate_up, std::false_type{})) return error;
   return launch(down, std::true_type{});
 }

@@ -1,6 +1,8 @@
 // Experts with few rows, weights in MXFP4 or NVFP4: as in few_rows.cu, gate and up in one kernel
 // and down in another. Codes become bf16 in registers, scaled exactly, and are multiplied by rows
-// in bf16, with sums in fp32; h is bf16. Tensor scales of NVFP4 multiply sums and h.
+// in bf16, with sums in fp32; h is bf16. Rows in fp8 become bf16 in registers, too, times their
+// scales. Tensor scales of NVFP4 multiply sums and h.
+#include "cuda/device/fp8.cuh"
 #include "cuda/local/few_rows.cuh"
 #include "cuda/local/mxfp4.cuh"
 
@@ -12,8 +14,11 @@ namespace {
 constexpr int kGroup = 32;
 constexpr int kChunkGroups = 4;
 constexpr int kGroupBytes = kGroup / 2;
-constexpr int kGroupRowBytes = kGroup * 2;
-constexpr int kRowChunkBytes = kChunkGroups * kGroupRowBytes;
+template <bool kFp8Rows>
+constexpr int kGroupRowBytes = kGroup * (kFp8Rows ? 1 : 2);
+template <bool kFp8Rows>
+constexpr int kRowChunkBytes = kChunkGroups * kGroupRowBytes<kFp8Rows>;
+static_assert(kGroup * kChunkGroups == kScaleBlock);  // rows in fp8 have a scale for a chunk
 
 // What was measured is in docs/experiments.md, "MXFP4".
 constexpr int kWarps = 4;
@@ -42,12 +47,36 @@ __device__ __forceinline__ uint4 load_if(bool real, const uint8_t* from) {
   return four;
 }
 
-// sums += weights · rows for a chunk of this lane. rows: of its tokens; real: it has a group there.
-template <bool kLarge, typename Scales, int kTokenTiles>
+// Codes i and i + 4 of eight are a pair, so columns i and i + 4 are one. Factors of two
+// instructions: those of eight columns of a row, in bf16, or in fp8 times a scale.
+using Pairs = uint32_t[2][2];
+__device__ __forceinline__ void load_pairs(bool real, const uint8_t* from, Pairs& b) {
+  constexpr uint32_t kLow = 0x5410;
+  constexpr uint32_t kHigh = 0x7632;
+  const uint4 eight = load_if<false>(real, from);
+  b[0][0] = __byte_perm(eight.x, eight.z, kLow), b[0][1] = __byte_perm(eight.x, eight.z, kHigh);
+  b[1][0] = __byte_perm(eight.y, eight.w, kLow), b[1][1] = __byte_perm(eight.y, eight.w, kHigh);
+}
+__device__ __forceinline__ void load_pairs(bool real, const uint8_t* from, float scale, Pairs& b) {
+  Vector<uint8_t, 8> eight = {};
+  if (real) eight = *reinterpret_cast<const Vector<uint8_t, 8>*>(from);
+  float values[8];
+  to_floats(eight, values);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    __nv_bfloat162 pair = __floats2bfloat162_rn(values[i] * scale, values[i + 4] * scale);
+    b[i / 2][i % 2] = *reinterpret_cast<uint32_t*>(&pair);
+  }
+}
+
+// sums += weights · rows for a chunk of this lane. rows: of its tokens, and scales of those in fp8;
+// real: it has a group there.
+template <bool kLarge, bool kFp8Rows, typename Scales, int kTokenTiles>
 __device__ __forceinline__ void add_chunk(float (&sums)[kTiles][kTokenTiles][4],
                                           const uint4 (&codes)[kTiles][2],
                                           const Scales (&scale)[kTiles][2],
-                                          const uint8_t* const (&rows)[kTokenTiles], int64_t offset,
+                                          const uint8_t* const (&rows)[kTokenTiles],
+                                          const float (&row_scales)[kTokenTiles], int32_t chunk,
                                           bool real) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -65,13 +94,12 @@ __device__ __forceinline__ void add_chunk(float (&sums)[kTiles][kTokenTiles][4],
         }
 #pragma unroll
     for (int n = 0; n < kTokenTiles; ++n) {
-      // Codes i and i + 4 of eight are a pair, so columns i and i + 4 are one.
-      constexpr uint32_t kLow = 0x5410;
-      constexpr uint32_t kHigh = 0x7632;
-      const uint4 eight = load_if<false>(real, rows[n] + offset + 16 * j);
-      const uint32_t b[2][2] = {
-          {__byte_perm(eight.x, eight.z, kLow), __byte_perm(eight.x, eight.z, kHigh)},
-          {__byte_perm(eight.y, eight.w, kLow), __byte_perm(eight.y, eight.w, kHigh)}};
+      const int64_t offset = int64_t{kRowChunkBytes<kFp8Rows>} * chunk;
+      Pairs b;
+      if constexpr (kFp8Rows)
+        load_pairs(real, rows[n] + offset + 8 * j, row_scales[n], b);
+      else
+        load_pairs(real, rows[n] + offset + 16 * j, b);
 #pragma unroll
       for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -81,7 +109,7 @@ __device__ __forceinline__ void add_chunk(float (&sums)[kTiles][kTokenTiles][4],
 }
 
 // A block takes tasks: kWeightRows weight rows of an expert. Its warps share k.
-template <typename Scales, bool kDown, int kTokenTiles>
+template <typename Scales, bool kDown, int kTokenTiles, bool kFp8Rows>
 __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSM<kTokenTiles>)
     few_rows_mxfp4(const __grid_constant__ FewRowsArgs args, const __grid_constant__ Product p) {
   constexpr int kTokens = 8 * kTokenTiles;
@@ -115,17 +143,20 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSM<kTokenTiles>)
       }
     for (int32_t first = 0; first < expert.count; first += kTokens) {
       const uint8_t* rows[kTokenTiles];
+      [[maybe_unused]] const float* scales_of_rows[kTokenTiles];
 #pragma unroll
       for (int n = 0; n < kTokenTiles; ++n) {
         // Tokens past the last are the last one again; nobody reads their columns.
         int64_t token = expert.start + min(first + 8 * n + g, expert.count - 1);
-        rows[n] = p.rows + kGroupRowBytes * (token * groups_of_row + t);
+        rows[n] = p.rows + token * p.row_bytes + kGroupRowBytes<kFp8Rows> * t;
+        if constexpr (kFp8Rows) scales_of_rows[n] = p.row_scales + token * p.row_scales_stride;
       }
       float sums[kTiles][kTokenTiles][4] = {};
 #pragma unroll 1
       for (int32_t chunk = first_chunk; chunk < last_chunk; chunk += kChunks) {
         uint4 codes[kChunks][kTiles][2];
         Scales scale[kChunks][kTiles][2];
+        float row_scales[kChunks][kTokenTiles];
         bool real[kChunks];  // the last chunk of a row may have fewer groups
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
@@ -138,6 +169,9 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSM<kTokenTiles>)
               codes[c][m][i] = load_if<true>(real[c], p.weights + kGroupBytes * group);
               scale[c][m][i] = {real[c] ? __ldg(scales + group) : 0u};
             }
+#pragma unroll
+          for (int n = 0; kFp8Rows && n < kTokenTiles; ++n)
+            row_scales[c][n] = real[c] ? scales_of_rows[n][chunk + c] : 0.0f;
         }
         predecessor.wait();
 #pragma unroll
@@ -147,9 +181,11 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSM<kTokenTiles>)
           for (int m = 0; m < kTiles; ++m)
             large |= scale[c][m][0].is_large() || scale[c][m][1].is_large();
           if (Scales::kMayBeLarge && __any_sync(kAllLanes, large))
-            add_chunk<true>(sums, codes[c], scale[c], rows, kRowChunkBytes * (chunk + c), real[c]);
+            add_chunk<true, kFp8Rows>(sums, codes[c], scale[c], rows, row_scales[c], chunk + c,
+                                      real[c]);
           else
-            add_chunk<false>(sums, codes[c], scale[c], rows, kRowChunkBytes * (chunk + c), real[c]);
+            add_chunk<false, kFp8Rows>(sums, codes[c], scale[c], rows, row_scales[c], chunk + c,
+                                       real[c]);
         }
       }
       predecessor.wait();
@@ -164,8 +200,11 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocksPerSM<kTokenTiles>)
 template <typename Scales, int kTokenTiles>
 cudaError_t launch_of(const FewRowsArgs& args, cudaStream_t stream) {
   return launch_both(args, [&](const Product& p, auto down) {
-    return launch_tasks<down.value>(few_rows_mxfp4<Scales, down.value, kTokenTiles>,
-                                    kBlocksPerSM<kTokenTiles>, 32 * kWarps, args, p, stream);
+    auto* kernel = few_rows_mxfp4<Scales, down.value, kTokenTiles, false>;
+    if constexpr (!down.value)
+      if (args.row_scales_NB) kernel = few_rows_mxfp4<Scales, false, kTokenTiles, true>;
+    return launch_tasks<down.value>(kernel, kBlocksPerSM<kTokenTiles>, 32 * kWarps, args, p,
+                                    stream);
   });
 }
 

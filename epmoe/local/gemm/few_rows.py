@@ -49,6 +49,8 @@ _FEWEST = 0.5
 _TILE_COLUMNS = 128
 # In fp8 other kernels are faster from this many rows of an expert on.
 _MOST_OF_FP8 = 1.0
+# Kernels for MXFP4 weights read rows in fp8 that start at multiples of so many bytes.
+_STRIDE_BYTES = 16
 # A table with this many experts fits into the shared memory of a block, in all kernels.
 _MOST_EXPERTS = 8192
 
@@ -155,10 +157,16 @@ class FewRows(Gemm):
         a power of two as their scale.
         """
         assert segments.rows_per_expert is not None
-        operands = operands_of(weights, rows, scales, segments)
+        operands = self._operands(weights, rows, scales, segments)
         token_tiles = self._token_tiles(weights.down.dtype, segments.rows_per_expert)
         out: Tensor = ops.few_rows(*operands, token_tiles, weights.tensor_scales)
         return out
+
+    def _operands(
+        self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments
+    ) -> tuple[object, ...]:
+        """The arguments of the operator, with rows in a dtype that it takes."""
+        return operands_of(weights, rows, scales, segments)
 
     def _token_tiles(self, dtype: torch.dtype, rows_per_expert: float) -> int:
         """How many tiles of 8 tokens share one reading of the weights."""
@@ -166,8 +174,9 @@ class FewRows(Gemm):
 
 
 class FewRowsOfMxfp4(FewRows):
-    """epmoe's kernels for few bf16 rows and weights of 4 bits, in NVFP4 as well as in MXFP4, which
-    its name says. Between the kernels rows are bf16.
+    """epmoe's kernels for few rows in bf16 or fp8 and weights of 4 bits, in NVFP4 as well as in
+    MXFP4, which its name says. Rows in fp8 become bf16 as they are read, and are bf16 between the
+    kernels.
     """
 
     name = "few_rows_mxfp4"
@@ -186,6 +195,42 @@ class FewRowsOfMxfp4(FewRows):
         if rows_per_expert <= _TWO_TILES:
             return 2
         return 4
+
+    def _operands(
+        self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments
+    ) -> tuple[object, ...]:
+        if are_readable_fp8(rows, scales):
+            return operands_with(weights, rows, scales, segments)
+        return operands_of(weights, rows, scales, segments)
+
+
+class FewestRowsOfMxfp4(FewRowsOfMxfp4):
+    """The same kernels for rows in fp8, where `FusedExpertsOfMxfp4` would leave more than half of
+    the multiprocessors without a tile.
+    """
+
+    name = "fewest_rows_mxfp4"
+    takes_all_rows = False
+    takes_tensor_scales = False
+
+    def problem_with(self, gate_up: Tensor, down: Tensor) -> Exception | None:
+        """See `Gemm.problem_with`. Without the other kernel `FewRowsOfMxfp4` takes the calls."""
+        return super().problem_with(gate_up, down) or problem_of_build(down.device)
+
+    def most_rows(self, gate_up: Tensor, down: Tensor) -> float:
+        found = torch.cuda.get_device_properties(down.device)
+        F = 2 * down.shape[2]
+        return most_rows_of_fp8(len(down), F, found.multi_processor_count // 2)
+
+    def takes_rows(self, rows: Tensor, scales: Tensor | None) -> bool:
+        return are_readable_fp8(rows, scales)
+
+
+def are_readable_fp8(rows: Tensor, scales: Tensor | None) -> bool:
+    """Whether rows are fp8 with scales, and lie as the kernels for MXFP4 weights read them."""
+    if scales is None or rows.stride(1) != 1:
+        return False
+    return rows.stride(0) % _STRIDE_BYTES == 0 and rows.data_ptr() % _STRIDE_BYTES == 0
 
 
 def problem_with_weights(

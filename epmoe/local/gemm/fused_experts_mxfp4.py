@@ -12,7 +12,11 @@ import math
 
 from torch import Tensor
 
-from epmoe.local.gemm.few_rows import operands_with, problem_with_weights
+from epmoe.local.gemm.few_rows import (
+    are_readable_fp8,
+    operands_with,
+    problem_with_weights,
+)
 from epmoe.local.gemm.gemm import Gemm, Segments, Weights
 from epmoe.local.gemm.hopper import problem_of_build
 from epmoe.native import ops
@@ -24,8 +28,6 @@ _STEPS = {MXFP4: 64}
 _MOST_EXPERTS = 1024
 # Up to so many rows of an expert, on average, the kernel for few rows is faster.
 _MOST_OF_FEW = 27.0
-# TMA reads rows that start at multiples of so many bytes.
-_STRIDE_BYTES = 16
 
 
 class FusedExpertsOfMxfp4(Gemm):
@@ -60,9 +62,7 @@ class FusedExpertsOfMxfp4(Gemm):
         Rows without scales are bf16. They are also bf16 between the products then, which takes
         another kernel.
         """
-        if scales is None or rows.stride(1) != 1:
-            return False
-        return rows.stride(0) % _STRIDE_BYTES == 0 and rows.data_ptr() % _STRIDE_BYTES == 0
+        return are_readable_fp8(rows, scales)
 
     def experts(
         self, weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from epmoe.local.gemm.blocks import Blocks
 from epmoe.local.gemm.deep_gemm import DeepGemm
-from epmoe.local.gemm.few_rows import FewRows, FewRowsOfMxfp4
+from epmoe.local.gemm.few_rows import FewestRowsOfMxfp4, FewRows, FewRowsOfMxfp4
 from epmoe.local.gemm.few_rows_by_tma import FewRowsByTma, InvariantFewRows
 from epmoe.local.gemm.fused_experts import FusedExperts
 from epmoe.local.gemm.fused_experts_mxfp4 import FusedExpertsOfMxfp4
@@ -24,6 +24,7 @@ GEMMS: dict[str, Gemm] = {
     gemm.name: gemm
     for gemm in (
         FewRows(),
+        FewestRowsOfMxfp4(),
         FusedExpertsOfMxfp4(),
         FewRowsOfMxfp4(),
         FewRowsByTma(),

@@ -262,6 +262,31 @@ def test_fewer_rows_have_the_bits_of_more(device, rows_per_expert):
 
 @ON_GPUS
 @FORMS
+def test_a_row_has_the_same_bits_in_a_tile_of_any_width(device, rows_per_expert):
+    """All experts have the weights of the last one, and as many of its rows as they have."""
+    counts = [1, 8, 9, 16, 33, 48, 64, 80, 96, 97, 128, 129, 144, 300]
+    case = Case(counts, (512, 320), True, device, rows_per_expert=rows_per_expert)
+    experts = case.experts
+    for name in ("gate_up", "down"):
+        for of_experts in (
+            getattr(experts, f"w_{name}").view(torch.uint8),
+            getattr(experts, f"{name}_scales").view(torch.uint8),
+            getattr(experts, f"{name}_bias"),
+        ):
+            of_experts[:-1] = of_experts[-1]
+    firsts = case.real.split(counts)
+    rows = case.rows.view(torch.uint8)
+    for own in firsts[:-1]:
+        rows[own] = rows[firsts[-1][: len(own)]]
+        case.row_scales[own] = case.row_scales[firsts[-1][: len(own)]]
+    *others, longest = case.outputs().split(counts)
+    assert longest.isfinite().all()
+    for got in others:
+        assert torch.equal(got, longest[: len(got)])
+
+
+@ON_GPUS
+@FORMS
 def test_a_graph_takes_other_segments(device, rows_per_expert):
     case = Case(COUNTS, (512, 256), False, device, rows_per_expert=rows_per_expert)
     case.outputs()

@@ -11,6 +11,7 @@
 #include "cuda/hopper/fused_experts/launch.cuh"
 #include "cuda/hopper/fused_experts/mxfp4/many_sums.cuh"
 #include "cuda/hopper/fused_experts/mxfp4/many_writes.cuh"
+#include "cuda/hopper/fused_experts/start.cuh"
 #include "cuda/stages.h"
 
 namespace epmoe::cuda {
@@ -64,28 +65,10 @@ __global__ void __launch_bounds__(kThreads<ManyMxfp4>, 1)
   auto& shared = *reinterpret_cast<Shared<T>*>(given);
   Stages<T> ring(shared.stages[0], shared.mbarriers, kFilling<T>, kEmptying<T>);
   ScaleStages<T> windows(shared.more.windows[0], shared.more.mbarriers, 32, kEmptying<T>);
-  if (threadIdx.x == 0) {
-    for (int32_t i = 0; i < kQueue; ++i) {
-      init_mbarrier(&shared.claimed[i], 1);
-      init_mbarrier(&shared.readable[i], 1);
-      init_mbarrier(&shared.done[i], kUsers<T>);
-      init_mbarrier(&shared.more.scaled[i], kWriters / 32);
-    }
-    init_mbarrier(&shared.wanted, 1);
-    init_mbarrier(&shared.summed, kMath / 32);
-    init_mbarrier(&shared.taken, kWriters / 32);
-    shared.late = false;
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  if (threadIdx.x == kMath)
-    for (auto* map : {&maps.gates, &maps.ups, &maps.down, &maps.rows, &maps.h}) prefetch(*map);
+  if (threadIdx.x == 0)
+    for (auto& scaled : shared.more.scaled) init_mbarrier(&scaled, kWriters / 32);
   make_table(shared);
-  wait_for_predecessor();
-  let_successor_start();
-  // The first claim is on its way while the rows of experts are counted.
-  int32_t first_claim = 0;
-  if (threadIdx.x == kClaimer<T>) first_claim = claim(args);
-  count_parts(args, shared);
+  const int32_t first_claim = start(args, maps, shared);
   if (threadIdx.x >= kMath + kWarpgroup) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kManyWriteRegisters));
     write_tiles_of_passes(args, shared);
@@ -95,7 +78,7 @@ __global__ void __launch_bounds__(kThreads<ManyMxfp4>, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kManyLoadRegisters));
     const auto role = static_cast<Role>((threadIdx.x - kMath) / 32);
     const bool first_lane = threadIdx.x % 32 == 0;
-    if (role == Role::kWeights) load_codes_of_passes(args, maps, shared, ring, windows);
+    if (role == Role::kWeights) load_codes(args, maps, shared, ring, windows);
     if (role == Role::kRows && first_lane) load_rows(args, maps, shared, ring);
     if (role == Role::kScales) load_scales_of_passes(args, shared, ring);
     if (role == Role::kClaims && first_lane) claim_tiles(args, shared, first_claim);

@@ -8,6 +8,7 @@
 // fused_experts/mxfp4/ has what differs: loads.cuh and sums.cuh.
 #include "cuda/hopper/fused_experts/launch.cuh"
 #include "cuda/hopper/fused_experts/mxfp4/sums.cuh"
+#include "cuda/hopper/fused_experts/start.cuh"
 #include "cuda/hopper/fused_experts/writes.cuh"
 #include "cuda/stages.h"
 
@@ -52,27 +53,9 @@ __global__ void __launch_bounds__(kThreads<Mxfp4>, 1)
   auto& shared = *reinterpret_cast<Shared<Mxfp4>*>(given);
   Stages<Mxfp4> ring(shared.stages[0], shared.mbarriers, kFilling<Mxfp4>, kEmptying<Mxfp4>);
   ScaleStages<Mxfp4> windows(shared.more.windows[0], shared.more.mbarriers, 32, kEmptying<Mxfp4>);
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 0)
     for (auto& arrived : shared.more.arrived) init_mbarrier(&arrived, 1);
-    for (int32_t i = 0; i < kQueue; ++i) {
-      init_mbarrier(&shared.claimed[i], 1);
-      init_mbarrier(&shared.readable[i], 1);
-      init_mbarrier(&shared.done[i], kUsers<Mxfp4>);
-    }
-    init_mbarrier(&shared.wanted, 1);
-    init_mbarrier(&shared.summed, kMath / 32);
-    init_mbarrier(&shared.taken, kWriters / 32);
-    shared.late = false;
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  if (threadIdx.x == kMath)
-    for (auto* map : {&maps.gates, &maps.ups, &maps.down, &maps.rows, &maps.h}) prefetch(*map);
-  wait_for_predecessor();
-  let_successor_start();
-  // The first claim is on its way while the rows of experts are counted.
-  int32_t first_claim = 0;
-  if (threadIdx.x == kClaimer<Mxfp4>) first_claim = claim(args);
-  count_parts(args, shared);
+  const int32_t first_claim = start(args, maps, shared);
   if (threadIdx.x >= kMath + kWarpgroup) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kMxfp4WriteRegisters));
     write_tiles(args, shared);

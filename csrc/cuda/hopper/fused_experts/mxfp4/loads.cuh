@@ -36,19 +36,36 @@ struct ScaleRow {
   }
 };
 
-// Scales of a tile as a lane copies them: those of every 32nd weight row.
+// Weight rows of a pass.
+template <typename T>
+constexpr int kPassRows = kWeightRows / T::kPasses;
+
+// The row in its tile of a row of a pass. That of two passes has 64 gates and their ups, or 128
+// outputs.
+template <typename T>
+__device__ __forceinline__ int32_t row_in_tile(bool down, int32_t pass, int32_t row) {
+  if constexpr (T::kPasses == 1) return row;
+  if (down) return pass * kPassRows<T> + row;
+  return row / 64 * kHColumns + pass * 64 + row % 64;
+}
+
+// Scales of a pass as a lane copies them: those of every 32nd weight row.
+template <typename T>
 class LaneWindows {
  public:
-  __device__ __forceinline__ LaneWindows(const FewRowsArgs& args, const Tile& tile)
-      : left_(ScaleRow::bytes(args, tile)),
-        rows_(static_cast<int32_t>(tile.down ? args.D : args.F) - tile.column) {
+  __device__ __forceinline__ LaneWindows(const FewRowsArgs& args, const Tile& tile, int32_t pass)
+      : left_(ScaleRow::bytes(args, tile)) {
     auto* scales = static_cast<const uint8_t*>(tile.down ? args.down_scales : args.gate_up_scales);
     const int32_t lane = threadIdx.x % 32;
+    const int32_t rows = static_cast<int32_t>(tile.down ? args.D : args.F) - tile.column;
     to_next_ = 32 * left_ * (!tile.down && args.interleaved ? 2 : 1);
-    down_ = tile.down;
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
-      from_[half] = scales + ScaleRow(args, tile, half * kWeightRows / 2 + lane).at;
+    for (int half = 0; half < 2; ++half) {
+      const int32_t row = row_in_tile<T>(tile.down, pass, half * kRowsOfHalf + lane);
+      from_[half] = scales + ScaleRow(args, tile, row).at;
+      const int32_t left = rows - (tile.down ? row : row % kHColumns);
+      rows_[half] = min(ceil_of(max(left, 0), 32), kRowsOfHalf / 32);
+    }
   }
 
   // Starts to copy those of a batch.
@@ -59,12 +76,12 @@ class LaneWindows {
       const int32_t before = static_cast<int32_t>(reinterpret_cast<uint64_t>(from_[half]) % 16);
       const uint8_t* piece = from_[half] - before;
       const bool both = before + min(left_, kBytes) > kPieceBytes;
-#pragma unroll 1
-      for (int32_t i = 0; i < 4; ++i, piece += to_next_) {
-        const int32_t row = half * kWeightRows / 2 + 32 * i + threadIdx.x % 32;
-        if ((down_ ? row : row % kHColumns) >= rows_) continue;
-        copy_piece(windows + row * kWindowBytes, piece);
-        if (both) copy_piece(windows + row * kWindowBytes + kPieceBytes, piece + kPieceBytes);
+      uint32_t to = windows + (half * kRowsOfHalf + threadIdx.x % 32) * kWindowBytes;
+#pragma unroll(T::kPasses)
+      for (int32_t i = 0; i < kRowsOfHalf / 32; ++i, piece += to_next_, to += 32 * kWindowBytes) {
+        if (i >= rows_[half]) continue;
+        copy_piece(to, piece);
+        if (both) copy_piece(to + kPieceBytes, piece + kPieceBytes);
       }
       from_[half] += kBytes;
     }
@@ -72,41 +89,50 @@ class LaneWindows {
   }
 
  private:
-  const uint8_t* from_[2];  // of a gate and its up, or of either half of outputs
+  // Of a pass: gates, or their ups, or half of its outputs.
+  static constexpr int32_t kRowsOfHalf = kPassRows<T> / 2;
+
+  const uint8_t* from_[2];  // of either half
+  int32_t rows_[2];         // of this lane
   int32_t left_;            // bytes of a row
-  int32_t rows_;            // of the tile, or of each half of it
   int32_t to_next_;
-  bool down_;
 };
 
+template <typename T>
 __device__ __forceinline__ void load_codes(const FewRowsArgs& args, const Maps& maps,
-                                           Shared<Mxfp4>& shared, Stages<Mxfp4> ring,
-                                           ScaleStages<Mxfp4> windows) {
-  constexpr int kHalf = kBoxRows<Mxfp4> * kWeightLineBytes<Mxfp4>;
+                                           Shared<T>& shared, Stages<T> ring,
+                                           ScaleStages<T> windows) {
+  constexpr int kHalf = kBoxRows<T> * kWeightLineBytes<T>;
   const bool first_lane = threadIdx.x % 32 == 0;
-  Tiles<Mxfp4> tiles(shared, shared.claimed);
+  Tiles<T> tiles(shared, shared.claimed);
   while (true) {
     const Tile tile = tiles.next();
     if (tile.expert == kNoTile) return;
     const CUtensorMap& first = tile.down ? maps.down : maps.gates;
     const CUtensorMap& second = tile.down ? maps.down : maps.ups;
-    const int32_t second_row = tile.down ? tile.column + kBoxRows<Mxfp4> : tile.column;
-    const bool both = !tile.down || second_row < args.D;
-    LaneWindows scales(args, tile);
+    const int32_t passes = passes_of<T>(args, tile);
 #pragma unroll 1
-    for (int32_t step = 0; step < tile.steps; ++step, ++ring.turn) {
-      if (step % kBatchSteps == 0) {
-        windows.wait_empty();
-        scales.copy_next(windows.stage());
-        arrive_with_copies(windows.filled());
-        ++windows.turn;
+    for (int32_t pass = 0; pass < passes; ++pass) {
+      const int32_t row = tile.column + pass * (tile.down ? kPassRows<T> : kPassRows<T> / 2);
+      const int32_t second_row = tile.down ? row + kBoxRows<T> : row;
+      // Half of the last outputs may lie behind the last one.
+      const bool both = !tile.down || second_row < args.D;
+      LaneWindows<T> scales(args, tile, pass);
+#pragma unroll 1
+      for (int32_t step = 0; step < tile.steps; ++step, ++ring.turn) {
+        if (step % kBatchSteps == 0) {
+          windows.wait_empty();
+          scales.copy_next(windows.stage());
+          arrive_with_copies(windows.filled());
+          ++windows.turn;
+        }
+        ring.wait_empty();
+        if (!first_lane) continue;
+        const int32_t x = step * kWeightLineBytes<T>;
+        expect_bytes(ring.filled(), both ? 2 * kHalf : kHalf);
+        load_box(first, ring.stage(), ring.filled(), x, row, tile.expert);
+        if (both) load_box(second, ring.stage() + kHalf, ring.filled(), x, second_row, tile.expert);
       }
-      ring.wait_empty();
-      if (!first_lane) continue;
-      const int32_t x = step * kWeightLineBytes<Mxfp4>;
-      expect_bytes(ring.filled(), both ? 2 * kHalf : kHalf);
-      load_box(first, ring.stage(), ring.filled(), x, tile.column, tile.expert);
-      if (both) load_box(second, ring.stage() + kHalf, ring.filled(), x, second_row, tile.expert);
     }
     tiles.done_as_warp();
   }

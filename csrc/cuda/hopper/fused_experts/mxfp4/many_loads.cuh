@@ -1,105 +1,10 @@
-// The roles that load weights in MXFP4 and scales of rows, where an expert has many rows, and how
-// the largest scales of a tile are found.
+// How scales of rows are loaded where weights are MXFP4 and an expert has many rows, and how the
+// largest scales of a tile are found.
 #pragma once
 #include "cuda/device/mma.cuh"
 #include "cuda/hopper/fused_experts/mxfp4/loads.cuh"
 
 namespace epmoe::cuda::fused {
-
-// Weight rows of a pass.
-constexpr int kPassRows = kWeightRows / ManyMxfp4::kPasses;
-
-// The row in its tile of a row of a pass, which has 64 gates and their ups, or 128 outputs.
-__device__ __forceinline__ int32_t row_in_tile(bool down, int32_t pass, int32_t row) {
-  if (down) return pass * kPassRows + row;
-  return row / 64 * kHColumns + pass * 64 + row % 64;
-}
-
-// --- Weights ---
-
-// Scales of a pass as a lane copies them: those of every 32nd weight row.
-class LaneWindowsOfPass {
- public:
-  __device__ __forceinline__ LaneWindowsOfPass(const FewRowsArgs& args, const Tile& tile,
-                                               int32_t pass)
-      : left_(ScaleRow::bytes(args, tile)) {
-    auto* scales = static_cast<const uint8_t*>(tile.down ? args.down_scales : args.gate_up_scales);
-    const int32_t lane = threadIdx.x % 32;
-    const int32_t rows = static_cast<int32_t>(tile.down ? args.D : args.F) - tile.column;
-    to_next_ = 32 * left_ * (!tile.down && args.interleaved ? 2 : 1);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int32_t row = row_in_tile(tile.down, pass, half * 64 + lane);
-      from_[half] = scales + ScaleRow(args, tile, row).at;
-      const int32_t left = rows - (tile.down ? row : row % kHColumns);
-      rows_[half] = left > 32 ? 2 : left > 0 ? 1 : 0;
-    }
-  }
-
-  // Starts to copy those of a batch.
-  __device__ __forceinline__ void copy_next(uint32_t windows) {
-    constexpr int32_t kBytes = kBatchSteps * kGroupsOfStep;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int32_t before = static_cast<int32_t>(reinterpret_cast<uint64_t>(from_[half]) % 16);
-      const uint8_t* piece = from_[half] - before;
-      const bool both = before + min(left_, kBytes) > kPieceBytes;
-      uint32_t to = windows + (half * 64 + threadIdx.x % 32) * kWindowBytes;
-#pragma unroll
-      for (int32_t i = 0; i < 2; ++i, piece += to_next_, to += 32 * kWindowBytes) {
-        if (i >= rows_[half]) continue;
-        copy_piece(to, piece);
-        if (both) copy_piece(to + kPieceBytes, piece + kPieceBytes);
-      }
-      from_[half] += kBytes;
-    }
-    left_ -= kBytes;
-  }
-
- private:
-  const uint8_t* from_[2];  // of a gate and its up, or of either half of outputs
-  int32_t rows_[2];         // of this lane
-  int32_t left_;            // bytes of a row
-  int32_t to_next_;
-};
-
-__device__ __forceinline__ void load_codes_of_passes(const FewRowsArgs& args, const Maps& maps,
-                                                     Shared<ManyMxfp4>& shared,
-                                                     Stages<ManyMxfp4> ring,
-                                                     ScaleStages<ManyMxfp4> windows) {
-  constexpr int kHalf = kBoxRows<ManyMxfp4> * kWeightLineBytes<ManyMxfp4>;
-  const bool first_lane = threadIdx.x % 32 == 0;
-  Tiles<ManyMxfp4> tiles(shared, shared.claimed);
-  while (true) {
-    const Tile tile = tiles.next();
-    if (tile.expert == kNoTile) return;
-    const CUtensorMap& first = tile.down ? maps.down : maps.gates;
-    const CUtensorMap& second = tile.down ? maps.down : maps.ups;
-    const int32_t passes = passes_of<ManyMxfp4>(args, tile);
-#pragma unroll 1
-    for (int32_t pass = 0; pass < passes; ++pass) {
-      const int32_t row = tile.column + pass * (tile.down ? kPassRows : kPassRows / 2);
-      const int32_t second_row = tile.down ? row + kBoxRows<ManyMxfp4> : row;
-      LaneWindowsOfPass scales(args, tile, pass);
-#pragma unroll 1
-      for (int32_t step = 0; step < tile.steps; ++step, ++ring.turn) {
-        if (step % kBatchSteps == 0) {
-          windows.wait_empty();
-          scales.copy_next(windows.stage());
-          arrive_with_copies(windows.filled());
-          ++windows.turn;
-        }
-        ring.wait_empty();
-        if (!first_lane) continue;
-        const int32_t x = step * kWeightLineBytes<ManyMxfp4>;
-        expect_bytes(ring.filled(), 2 * kHalf);
-        load_box(first, ring.stage(), ring.filled(), x, row, tile.expert);
-        load_box(second, ring.stage() + kHalf, ring.filled(), x, second_row, tile.expert);
-      }
-    }
-    tiles.done_as_warp();
-  }
-}
 
 // --- Scales of rows ---
 

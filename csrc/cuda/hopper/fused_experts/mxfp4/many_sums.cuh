@@ -91,7 +91,7 @@ class LoadsOfCodes {
   __device__ __forceinline__ LoadsOfCodes(const FewRowsArgs& args, const Tile& tile,
                                           const Shared<ManyMxfp4>& shared, int32_t pass,
                                           const uint8_t* largest, int32_t row) {
-    const int32_t in_tile = row_in_tile(tile.down, pass, row);
+    const int32_t in_tile = row_in_tile<ManyMxfp4>(tile.down, pass, row);
     const int32_t before = ScaleRow(args, tile, in_tile).before();
     // Bits 4 and 5 are swizzled.
     codes_ = row * kWeightLineBytes<ManyMxfp4> + row / 2 % 4 * 16 + threadIdx.x % 4 * 2;
@@ -253,7 +253,7 @@ __device__ __forceinline__ void sum_pass(const FewRowsArgs& args, const Tile& ti
     ring.release(stage);
   }
   if (in_batch) leave_windows();
-  const int32_t in_tile = row_in_tile(tile.down, pass, row);
+  const int32_t in_tile = row_in_tile<ManyMxfp4>(tile.down, pass, row);
   const float factors[] = {factor_of_row(largest[in_tile]), factor_of_row(largest[in_tile + 8])};
 #pragma unroll
   for (int c = 0; c < kWidth / 2; ++c) sums[c] *= factors[c / 2 % 2];

@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kThreads<ManyMxfp4>, 1)
   Stages<T> ring(shared.stages[0], shared.mbarriers, kFilling<T>, kEmptying<T>);
   ScaleStages<T> windows(shared.more.windows[0], shared.more.mbarriers, 32, kEmptying<T>);
   if (threadIdx.x == 0)
-    for (auto& scaled : shared.more.scaled) init_mbarrier(&scaled, kWriters / 32);
+    for (auto& scaled : shared.more.scaled) init_mbarrier(&scaled, kWriters);
   make_table(shared);
   const int32_t first_claim = start(args, maps, shared);
   if (threadIdx.x >= kMath + kWarpgroup) {

@@ -201,6 +201,9 @@ __device__ __forceinline__ void finish_step(float (&step)[kCount], Weights& weig
     for (uint32_t& four : group) asm volatile("" : "+r"(four)::"memory");
 }
 
+// The scale of 1.
+constexpr uint32_t kOne = 127;
+
 // What the sums of a weight row lack: its largest scale, less what codes were raised by.
 __device__ __forceinline__ float factor_of_row(uint32_t largest) {
   constexpr uint32_t kFewestNormal = kRaised + 1;
@@ -209,6 +212,24 @@ __device__ __forceinline__ float factor_of_row(uint32_t largest) {
   // 2^(largest - 133), which is below the normal numbers of fp32 up to 2^-127.
   const bool is_normal = largest >= kFewestNormal;
   return __uint_as_float(is_normal ? (largest - kRaised) << 23 : 1u << (16 + largest));
+}
+
+// Below it, the largest scale of a warp's weight rows multiplies the scales of tokens. Sums without
+// it would be Inf for rows of 2^112 and more, and no factor brings these back.
+constexpr uint32_t kSmallScale = 104;
+
+// add_with_factors(), of tokens whose scales lack this factor.
+template <int kCount>
+__device__ __forceinline__ void add_small(float (&sums)[kCount], const float (&step)[kCount],
+                                          const float* token_scales, float factor) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += 8) {
+    const float4 four = *reinterpret_cast<const float4*>(token_scales + 2 * i);
+    const float of_tokens[] = {four.x * factor, four.y * factor, four.z * factor, four.w * factor};
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      sums[i + j] = fmaf(of_tokens[j / 4 * 2 + j % 2], step[i + j], sums[i + j]);
+  }
 }
 
 // A warpgroup's sums of 64 weight rows of a pass.
@@ -223,6 +244,9 @@ __device__ __forceinline__ void sum_pass(const FewRowsArgs& args, const Tile& ti
   const int32_t row = 64 * group + threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4;
   const LoadsOfCodes loads(args, tile, shared, pass, largest, row);
   const uint32_t ones = load_4(shared_address(&shared.more.table[kOnesAt]));
+  const int32_t in_tile = row_in_tile<ManyMxfp4>(tile.down, pass, row);
+  const uint32_t of_warp =
+      __reduce_max_sync(kAllLanes, max(largest[in_tile], largest[in_tile + 8]));
   int32_t in_batch = 0;  // bytes of scales of a row in front of those of a step
   auto leave_windows = [&] {
     in_batch = 0;
@@ -249,12 +273,17 @@ __device__ __forceinline__ void sum_pass(const FewRowsArgs& args, const Tile& ti
     ring.advance();
     if (left > 1) load_step();
     finish_step(step, weights);
-    add_with_factors(sums, step, token_scales);
+    if (of_warp < kSmallScale)
+      add_small(sums, step, token_scales, factor_of_row(of_warp));
+    else
+      add_with_factors(sums, step, token_scales);
     ring.release(stage);
   }
   if (in_batch) leave_windows();
-  const int32_t in_tile = row_in_tile<ManyMxfp4>(tile.down, pass, row);
-  const float factors[] = {factor_of_row(largest[in_tile]), factor_of_row(largest[in_tile + 8])};
+  // Small ones have that of the warp already.
+  const uint32_t later = of_warp < kSmallScale ? kOne + kRaised - of_warp : 0;
+  const float factors[] = {factor_of_row(largest[in_tile] + later),
+                           factor_of_row(largest[in_tile + 8] + later)};
 #pragma unroll
   for (int c = 0; c < kWidth / 2; ++c) sums[c] *= factors[c / 2 % 2];
 }

@@ -17,8 +17,7 @@ __device__ __forceinline__ void write_tiles_of_passes(const FewRowsArgs& args,
     if (next.expert != kNoTile) {
       const int32_t place = ahead.place();
       find_largest(args, next, shared.more.largest[place]);
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) arrive(&shared.more.scaled[place]);
+      arrive(&shared.more.scaled[place]);
       ahead.skip();
     }
     if (turn < 0) continue;

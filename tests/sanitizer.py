@@ -256,7 +256,7 @@ PARTS = {  # the newest first
     "hand-over": (HAND_OVER, 1, ALL[:1]),
     "few rows": (FEW_ROWS, 1, ALL),
     "one kernel": (ONE_KERNEL, 1, WITHOUT_RACES),
-    "MXFP4": (ONE_KERNEL_OF_MXFP4.replace("SAID", "1.0"), 1, ALL),
+    "MXFP4": (ONE_KERNEL_OF_MXFP4.replace("SAID", "8.0"), 1, ALL),
     "MXFP4 many": (ONE_KERNEL_OF_MXFP4.replace("SAID", "200.0"), 1, WITHOUT_RACES),
     "exchange": (EXCHANGE, 2, ALL[:3]),
     "local stages": (LOCAL, 1, ALL),

@@ -97,7 +97,7 @@ def drawn_options(seed: int, *, largest: int, most_rows: int, is_nvfp4: bool) ->
         spaces=(16 * draw.randint(0, 8), 16 * draw.randint(0, 2)),
         has_gaps=draw.random() < 0.8,
         nan_rows=draw.choice([0.0, 0.0, 0.2]),
-        rows_per_expert=draw.choice([None, 1.0, mean]),
+        rows_per_expert=draw.choice([None, 8.0, mean]),
         is_nvfp4=is_nvfp4,
         in_fp8=not is_nvfp4 or draw.random() < 0.7,
         seed=seed,

@@ -32,7 +32,7 @@ LIMIT = 0.1
 MEAN = 0.006
 ON_BOTH = pytest.mark.parametrize("gpt_oss", [False, True])
 # Rows of an expert as the host says them: of the form for few rows, and of that for many.
-FORMS = pytest.mark.parametrize("rows_per_expert", [1.0, 200.0], ids=["few", "many"])
+FORMS = pytest.mark.parametrize("rows_per_expert", [8.0, 200.0], ids=["few", "many"])
 
 
 class Case:
@@ -48,7 +48,7 @@ class Case:
         exponents: tuple[int, int] = (-3, 2),
         seed: int = 0,
         stride: int | None = None,
-        rows_per_expert: float = 1.0,
+        rows_per_expert: float = 8.0,
     ) -> None:
         D, F = sizes
         e = len(counts)

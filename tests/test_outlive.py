@@ -24,6 +24,8 @@ from epmoe import EPResumeError, EPStateError, service
 from epmoe.exchange.buffers import Buffers
 from epmoe.life import life, membership
 
+# Other processes may take and free memory of a GPU while it is measured.
+TRIES = 20
 JOINING = {module.__file__ for module in (life, membership, service)}
 
 
@@ -131,15 +133,23 @@ def test_graphs_go_on_while_ranks_come_and_go(host, victim):
 
 def test_sleep_frees_all_and_graphs_go_on_after_wake(host):
     names = ranks.serve(host, ranks=2)
-    # The memory of the plan is free meanwhile.
-    before = host.do(names, free_bytes)
-    planned = host.do(names, ranks.sleep)
-    after = host.do(names, free_bytes)
-    if host.device.type == "cpu":
-        planned = [2, 2]  # windows
-    assert all(
-        late - early >= nbytes for early, late, nbytes in zip(before, after, planned, strict=True)
-    )
+
+    def frees_all() -> bool:
+        """Whether the memory of the plan is free while they sleep."""
+        before = host.do(names, free_bytes)
+        planned = host.do(names, ranks.sleep)
+        after = host.do(names, free_bytes)
+        if host.device.type == "cpu":
+            planned = [2, 2]  # windows
+        found = zip(before, after, planned, strict=True)
+        return all(late - early >= nbytes for early, late, nbytes in found)
+
+    for _ in range(TRIES):
+        if frees_all():
+            break
+        assert host.do(names, wake) == ["awake"] * 2
+    else:
+        pytest.fail("their memory is not free")
     assert host.do(names, refusals) == [["this ExpertParallel sleeps: call `wake`"] * 4] * 2
     # Graphs go on behind each wake.
     for _ in range(2):
@@ -214,10 +224,14 @@ def test_a_signal_during_wake(host, step):
     """All ranks are asleep then, and wake later. Graphs go on."""
     names = ranks.serve(host, ranks=2)
     host.do(names, ranks.sleep)
-    asleep = host.do(names, free_bytes)
-    host.succeed([1], ranks.fail_in, step, raise_interrupted)
-    assert host.do(names, wake) == ["EPResumeError"] * 2
-    assert host.do(names, free_bytes) == asleep
+    for _ in range(TRIES):
+        asleep = host.do(names, free_bytes)
+        host.succeed([1], ranks.fail_in, step, raise_interrupted)
+        assert host.do(names, wake) == ["EPResumeError"] * 2
+        if host.do(names, free_bytes) == asleep:
+            break
+    else:
+        pytest.fail("the memory of a wake that fails is not free")
     assert host.do(names, refusals) == [["this ExpertParallel sleeps: call `wake`"] * 4] * 2
     assert host.do(names, wake) == ["awake"] * 2
     host.play(names)

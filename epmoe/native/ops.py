@@ -85,7 +85,7 @@ _EXPERTS = (
 )
 _library.define(f"few_rows({_EXPERTS}, int token_tiles, Tensor? tensor_scales=None) -> Tensor")
 # The same stage in fp8 or bf16 as one kernel, on GPUs of compute capability 9.0. In fp8 it takes at
-# most 1024 experts, and its sums have the order of DeepGEMM. In bf16 it takes at most 224, and sums
+# most 512 experts, and its sums have the order of DeepGEMM. In bf16 it takes at most 224, and sums
 # have the order of `hopper_gemm`. Weights in MXFP4 with rows in fp8 have another kernel for many
 # rows, whose sums have another order.
 _library.define(f"fused_experts({_EXPERTS}, bool many_rows=False) -> Tensor")

@@ -25,7 +25,7 @@ struct StepScales {
 // `token` is the first one of the thread. The other one lies 8 further on.
 __device__ __forceinline__ StepScales read_scales(const Shared<Fp8>& shared, int32_t turn,
                                                   int32_t token) {
-  const auto& scales = shared.scales[turn % Fp8::kStages].apart;
+  const auto& scales = shared.scales[turn % Fp8::kStages];
   return {.first_token = scales.of_rows[token],
           .second_token = scales.of_rows[token + 8],
           .of_weights = *reinterpret_cast<const float4*>(scales.of_weights)};

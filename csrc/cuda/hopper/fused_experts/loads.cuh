@@ -186,7 +186,7 @@ class LaneScales {
   // Starts to copy those of the next step.
   __device__ __forceinline__ void copy_next(Shared<T>& shared, int32_t stage) {
     const float* from = of_row_;
-    auto& scales = shared.scales[stage].apart;
+    auto& scales = shared.scales[stage];
     // Where threads read the scales of four tokens at once, these follow one another.
     float* to = &scales.of_rows[T::kPasses > 1 ? place_of_factor(lane_) : lane_];
 #pragma unroll 1
@@ -223,7 +223,7 @@ class LaneScales {
   // Where h has not come in time all sums become NaN, and so do the outputs.
   __device__ __forceinline__ void spoil(Shared<T>& shared, int32_t stage) const {
     for (int32_t token = lane_; token < T::kTokens; token += 32)
-      shared.scales[stage].apart.of_rows[token] = NAN;
+      shared.scales[stage].of_rows[token] = NAN;
   }
 
  private:

@@ -35,7 +35,7 @@ __device__ __forceinline__ void start_beyond(uint64_t weights, uint64_t tokens,
 
 // The scales of a thread's tokens beyond: two neighbours, and those 8 further on.
 __device__ __forceinline__ float4 read_scales_beyond(const Shared<Fp8>& shared, int32_t turn) {
-  const float* scales = &shared.scales[turn % Fp8::kStages].apart.of_rows[kFullTokens];
+  const float* scales = &shared.scales[turn % Fp8::kStages].of_rows[kFullTokens];
   const float2 first = *reinterpret_cast<const float2*>(scales + 2 * (threadIdx.x % 4));
   const float2 second = *reinterpret_cast<const float2*>(scales + 8 + 2 * (threadIdx.x % 4));
   return {first.x, first.y, second.x, second.y};

@@ -137,10 +137,8 @@ template <typename T>
 struct Scales {
   // A lane has each 32nd row. bf16 has none, and an array has at least one element.
   static constexpr int kRows = T::kScaled ? (T::kTokens + 31) / 32 * 32 : 1;
-  struct {
-    float of_rows[kRows];
-    alignas(16) float of_weights[Fp8::kGroups][2];
-  } apart;
+  float of_rows[kRows];
+  alignas(16) float of_weights[Fp8::kGroups][2];
 };
 
 // In fp8 the widest tile whose tokens are columns has the products of both scales instead, the

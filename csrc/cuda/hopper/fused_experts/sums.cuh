@@ -88,7 +88,7 @@ __device__ __forceinline__ void sum_tile(const Tile& tile, Shared<T>& shared, St
     const uint64_t first_weights = wgmma_operand(at + first_at);
     const uint64_t second_weights = wgmma_operand(at + first_at + to_second);
     const uint64_t tokens = wgmma_operand(at + kWeightBytes<T>);
-    const auto& scales = shared.scales[stage].apart;
+    const auto& scales = shared.scales[stage];
     if constexpr (kHasFull<T> && 2 * kCount == kMostColumns) {
       const ScaleFactors& factors = shared.factors(stage);
       multiply_step(first_weights, tokens, step_sums);

@@ -268,7 +268,7 @@ __device__ __forceinline__ void sum_pass(const FewRowsArgs& args, const Tile& ti
   for (int32_t left = tile.steps; left; --left) {
     const int32_t stage = ring.index();
     const uint64_t tokens = wgmma_operand(ring.stage() + kWeightBytes<ManyMxfp4>);
-    const float* token_scales = shared.scales[stage].apart.of_rows + threadIdx.x % 4 * 4;
+    const float* token_scales = shared.scales[stage].of_rows + threadIdx.x % 4 * 4;
     widen_and_start(step, codes, weights, tokens, ones);
     ring.advance();
     if (left > 1) load_step();

@@ -230,7 +230,7 @@ __device__ __forceinline__ void sum_few(const FewRowsArgs& args, const Tile& til
       if (first + s == steps) break;
       const uint64_t tokens = wgmma_operand(ring.stage() + kWeightBytes<Mxfp4>);
       const float* token_scales =
-          shared.scales[ring.turn % Mxfp4::kStages].apart.of_rows + threadIdx.x % 4 * 2;
+          shared.scales[ring.turn % Mxfp4::kStages].of_rows + threadIdx.x % 4 * 2;
       float products[kGroupsOfStep][kWidth / 2];
       start<0>(products, weights[s % 2], tokens);
       ++ring.turn;
@@ -271,7 +271,7 @@ __device__ __forceinline__ void sum_many(const FewRowsArgs& args, const Tile& ti
     const Exponents<1> exponents(windows.stage() + scales.at + in_batch * kGroupsOfStep,
                                  scales.before, scales.groups - step * kGroupsOfStep, nan);
     const float* token_scales =
-        shared.scales[ring.turn % Mxfp4::kStages].apart.of_rows + threadIdx.x % 4 * 2;
+        shared.scales[ring.turn % Mxfp4::kStages].of_rows + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int part = 0; part < kWidth; part += kPart) {
       const uint64_t tokens = wgmma_operand(ring.stage() + kWeightBytes<Mxfp4> + part * kLineBytes);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from functools import cache
 from typing import Any
@@ -20,12 +21,20 @@ extern "C" __global__ void hold(int milliseconds) {
 """
 
 
+def collect_groups() -> None:
+    """The memory of a group that is gone is given back once all work of the GPU has ended. Of a
+    group that is collected beside such a kernel this process would wait for the kernel.
+    """
+    gc.collect()
+
+
 class Holder:
     """holder(n, seconds) runs a kernel that has n multiprocessors to itself; returns the event of
     its end. With `shared`, n are blocks that take so many bytes of shared memory each.
     """
 
     def __init__(self, shared: int | None = None) -> None:
+        collect_groups()
         properties = torch.cuda.get_device_properties()
         self.multiprocessors = properties.multi_processor_count
         # By default one block fills a multiprocessor.
@@ -85,6 +94,7 @@ class Crowd:
     """
 
     def __init__(self, registers: int) -> None:
+        collect_groups()
         self._kernel, self._stream = _crowd(registers), torch.cuda.Stream()
         self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
 

@@ -89,13 +89,21 @@ class ExchangeSide(Side):
         """Run two rounds, and raise RuntimeError unless the output of both is right.
 
         Each round computes the experts' outputs, which later rounds send back again. The rows that
-        arrived in the first round become NaN, so the second round must write every row again.
+        arrived in the first round become NaN, so the second round must write every row again. A
+        rank whose first output is wrong takes part in the second round, where others wait for it.
         """
+        wrong: RuntimeError | None = None
         for _ in range(2):
             handle = self.out()
             self.expert_outputs = self.outputs(handle)
             poison(self.arrived(handle))
-            self.check_output(self.back(handle))
+            y_TD = self.back(handle)
+            try:
+                self.check_output(y_TD)
+            except RuntimeError as error:
+                wrong = wrong or error
+        if wrong is not None:
+            raise wrong
 
     def check_output(self, y_TD: Tensor) -> None:
         """Raise RuntimeError unless `y_TD` is the right output of a round."""

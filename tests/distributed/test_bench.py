@@ -4,6 +4,7 @@ absent is left out.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -135,7 +136,7 @@ def test_sides_of_gpus_with_copies_of_experts(make, on_gpus, rank, dtype):
         side.back(handle)
 
 
-def test_peers_of_an_exchange(make, on_gpus, monkeypatch):
+def test_peers_of_an_exchange(make, on_gpus, monkeypatch, rank):
     of_torch = peers.load(ROOT / "benchmarks" / "peers" / "nccl.py")
     names = [peer.name for peer in of_torch]
 
@@ -163,6 +164,12 @@ def test_peers_of_an_exchange(make, on_gpus, monkeypatch):
     side = of_torch[0].side
     with monkeypatch.context() as patch:
         patch.setattr(side, "back", lambda self, handle, back=side.back: back(self, handle) * 1.5)
+        assert wrong in run(make()).left_out["NCCL all_to_all_single, plain"]
+    # On one rank alone, in its first round: others wait for it in the second one.
+    rounds = itertools.count(rank)
+    with monkeypatch.context() as patch:
+        back = side.back
+        patch.setattr(side, "back", lambda *given: back(*given) * (1 if next(rounds) else 1.5))
         assert wrong in run(make()).left_out["NCCL all_to_all_single, plain"]
     # Nothing arrives: the second round sends what is poisoned.
     monkeypatch.setattr(side, "out", lambda self: None)

@@ -90,7 +90,8 @@ class WireRows {
   const Args& args_;
   WireFormat format_;
   int64_t x_row_bytes_;
-  bool quantizes_, copies_;
+  bool quantizes_;
+  bool copies_;
   std::vector<Float8> row_;
   std::vector<float> scales_;
 };

@@ -29,7 +29,6 @@ from epmoe.exchange.buffers import Buffers
 from epmoe.exchange.call import Call, Layout
 from epmoe.exchange.descriptors import Descriptors
 from epmoe.exchange.exchange import Exchange, takes_turn
-from epmoe.exchange.extra import NOTHING
 from epmoe.exchange.handles import Dispatched, Sent
 from epmoe.exchange.health import Health, Totals, raise_incomplete, raise_on_failure
 from epmoe.exchange.lobby import Lobby
@@ -563,9 +562,8 @@ class NodeExchange(Exchange):
 
         # Check the call. If an earlier call had the same shape, few checks are left.
         template, T = self.templates.of(call)
-        extra = template.shape.extra
-        if extra is not None and extra is not NOTHING:
-            call = self.templates.with_extra(call, extra)
+        if call.extra is not None:
+            call = self.templates.with_extra(call, template.shape.extra)
 
         operands = call.operands(T, self.device)
         sent = Sent(template, T, epoch, template.descriptor, operands, rounds.most_tokens)

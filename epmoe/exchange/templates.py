@@ -168,12 +168,12 @@ class Templates:
             extra=no_extra,
         )
 
-    def with_extra(self, call: Call, kind: Extra) -> Call:
+    def with_extra(self, call: Call, kind: Extra | None) -> Call:
         """Return the call with longer rows, which have their extra bytes behind the elements.
 
-        `kind` is the dtype and shape of the extra bytes.
+        `kind` is the dtype and shape of the extra bytes. The call brings some.
         """
-        assert call.extra is not None
+        assert kind is not None and call.extra is not None
         x, scales = kind.behind(call.x, call.scales, call.extra, self._payload)
         return call._replace(x=x, scales=scales, extra=kind)
 

@@ -98,7 +98,7 @@ class HierarchicalExchange(Exchange):
         self.network.wait_for_pending()
 
         # Note in `rounds` what this rank sends, before anything leaves.
-        if template.shape.extra is not None:
+        if call.extra is not None:
             call = self.templates.with_extra(call, template.shape.extra)
         operands = call.operands(T, self.device)
         sent = Sent(template, T, epoch, None, operands, self.rounds.most_tokens)

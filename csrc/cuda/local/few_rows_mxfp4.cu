@@ -54,8 +54,10 @@ __device__ __forceinline__ void load_pairs(bool real, const uint8_t* from, Pairs
   constexpr uint32_t kLow = 0x5410;
   constexpr uint32_t kHigh = 0x7632;
   const uint4 eight = load_if<false>(real, from);
-  b[0][0] = __byte_perm(eight.x, eight.z, kLow), b[0][1] = __byte_perm(eight.x, eight.z, kHigh);
-  b[1][0] = __byte_perm(eight.y, eight.w, kLow), b[1][1] = __byte_perm(eight.y, eight.w, kHigh);
+  b[0][0] = __byte_perm(eight.x, eight.z, kLow);
+  b[0][1] = __byte_perm(eight.x, eight.z, kHigh);
+  b[1][0] = __byte_perm(eight.y, eight.w, kLow);
+  b[1][1] = __byte_perm(eight.y, eight.w, kHigh);
 }
 __device__ __forceinline__ void load_pairs(bool real, const uint8_t* from, float scale, Pairs& b) {
   Vector<uint8_t, 8> eight = {};

@@ -198,6 +198,18 @@ class LaneScales {
     if constexpr (!T::kPacked) ++of_weights_;
   }
 
+  // Fills the stage of the ring with those of the next step, or with NaN.
+  __device__ __forceinline__ void fill(Shared<T>& shared, const Stages<T>& ring, bool spoilt) {
+    const int32_t stage = ring.turn % T::kStages;
+    if (spoilt) {
+      spoil(shared, stage);
+      arrive(ring.filled());
+    } else {
+      copy_next(shared, stage);
+      arrive_with_copies(ring.filled());
+    }
+  }
+
   // Starts to load those of the next step.
   __device__ __forceinline__ void load_next() {
 #pragma unroll
@@ -285,13 +297,7 @@ __device__ __forceinline__ void load_scales(const FewRowsArgs& args, Shared<T>& 
 #pragma unroll 1
     for (; ring.turn < end; ++ring.turn) {
       ring.wait_empty();
-      if (spoilt) {
-        scales.spoil(shared, ring.turn % T::kStages);
-        arrive(ring.filled());
-      } else {
-        scales.copy_next(shared, ring.turn % T::kStages);
-        arrive_with_copies(ring.filled());
-      }
+      scales.fill(shared, ring, spoilt);
     }
   }
 }

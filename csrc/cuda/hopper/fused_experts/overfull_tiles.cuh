@@ -21,18 +21,6 @@ struct OverfullSums {
   float beyond[2][kSumsBeyond];
 };
 
-// Starts the products of 64 weights by the tokens beyond. start_step() completes their group.
-__device__ __forceinline__ void start_beyond(uint64_t weights, uint64_t tokens,
-                                             float (&sums)[kSumsBeyond]) {
-  constexpr int kProduct = 32;
-  constexpr int kUnit = 16;  // bytes, of an operand
-  wgmma_begin();
-  wgmma<Factors::kFirstFp8>(sums, weights, tokens);
-#pragma unroll
-  for (int k = kProduct; k < kStep<Fp8>; k += kProduct)
-    wgmma<Factors::kFp8>(sums, weights + k / kUnit, tokens + k / kUnit);
-}
-
 // The scales of a thread's tokens beyond: two neighbours, and those 8 further on.
 __device__ __forceinline__ float4 read_scales_beyond(const Shared<Fp8>& shared, int32_t turn) {
   const float* scales = &shared.scales[turn % Fp8::kStages].of_rows[kFullTokens];
@@ -85,8 +73,8 @@ __device__ __forceinline__ void sum_overfull_tile(const Tile& tile, const Shared
     const uint32_t own_weights = weights + 2 * group * kToQuarter;
     float low[kSumsBeyond] = {};
     float high[kSumsBeyond] = {};
-    start_beyond(wgmma_operand(own_weights), tokens_beyond, low);
-    start_beyond(wgmma_operand(own_weights + kToQuarter), tokens_beyond, high);
+    start_products(wgmma_operand(own_weights), tokens_beyond, low);
+    start_products(wgmma_operand(own_weights + kToQuarter), tokens_beyond, high);
     start_step(own_tokens, wgmma_operand(weights), step_sums);
     const float4 scales_beyond = read_scales_beyond(shared, ring.turn);
     const float of_low = group ? scales.of_weights.z : scales.of_weights.x;

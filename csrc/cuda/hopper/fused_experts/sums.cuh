@@ -7,10 +7,11 @@
 
 namespace epmoe::cuda::fused {
 
-// Starts the sums of one step over 64 rows of the tensor core: four products of 32 along k.
-// Operands are uniform for a warp.
+// Starts the products of one step over 64 rows of the tensor core: four of 32 along k. Operands are
+// uniform for a warp.
 template <int kCount>
-__device__ __forceinline__ void start_step(uint64_t rows, uint64_t columns, float (&sums)[kCount]) {
+__device__ __forceinline__ void start_products(uint64_t rows, uint64_t columns,
+                                               float (&sums)[kCount]) {
   constexpr int kProduct = 32;
   constexpr int kUnit = 16;  // bytes, of an operand
   wgmma_begin();
@@ -18,6 +19,12 @@ __device__ __forceinline__ void start_step(uint64_t rows, uint64_t columns, floa
 #pragma unroll
   for (int k = kProduct; k < kStep<Fp8>; k += kProduct)
     wgmma<Factors::kFp8>(sums, rows + k / kUnit, columns + k / kUnit);
+}
+
+// The same, and all that have been started are a group.
+template <int kCount>
+__device__ __forceinline__ void start_step(uint64_t rows, uint64_t columns, float (&sums)[kCount]) {
+  start_products(rows, columns, sums);
   wgmma_commit();
 }
 

@@ -189,13 +189,7 @@ __device__ __forceinline__ void load_scales_and_order(const FewRowsArgs& args,
     for (; ring.turn < end; ++ring.turn) {
       const int32_t stage = ring.turn % Mxfp4::kStages;
       ring.wait_empty();
-      if (spoilt) {
-        scales.spoil(shared, stage);
-        arrive(ring.filled());
-      } else {
-        scales.copy_next(shared, stage);
-        arrive_with_copies(ring.filled());
-      }
+      scales.fill(shared, ring, spoilt);
       wait_mbarrier(&shared.more.arrived[stage], ring.turn / Mxfp4::kStages & 1);
       if (width) order_rows(ring.stage() + kWeightBytes<Mxfp4>, width);
       __syncwarp();

@@ -25,13 +25,7 @@ __device__ __forceinline__ void load_scales_of_passes(const FewRowsArgs& args,
 #pragma unroll 1
       for (const int32_t end = ring.turn + steps; ring.turn < end; ++ring.turn) {
         ring.wait_empty();
-        if (spoilt) {
-          scales.spoil(shared, ring.turn % ManyMxfp4::kStages);
-          arrive(ring.filled());
-        } else {
-          scales.copy_next(shared, ring.turn % ManyMxfp4::kStages);
-          arrive_with_copies(ring.filled());
-        }
+        scales.fill(shared, ring, spoilt);
       }
     }
   }

@@ -50,7 +50,7 @@ __device__ __forceinline__ void multiply_tile(const FewRowsArgs& args, const Til
     store_turned<kWidth>(shared_address(shared.leaving[box]), sums, 0, thread);
   }
   __syncwarp();
-  if (threadIdx.x % 32 == 0) arrive(&shared.summed);
+  arrive_as_warp(&shared.summed);
 }
 
 #endif

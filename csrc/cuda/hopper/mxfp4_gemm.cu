@@ -186,7 +186,7 @@ struct Widener {
           widen<false>(groups[i], here.scales[i], stage);
         fence_shared_for_tma();
         __syncwarp();
-        if (lane == 0) arrive(full);
+        arrive_as_warp(full);
         ++turn;
       }
       here = next, next = later;
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   uint64_t* arrived = mbarriers + 2 * kStages;
   TilesByRows tiles{args, reinterpret_cast<int32_t*>(mbarriers + kMbarriers)};
   for (int32_t i = threadIdx.x; i < kWarps * kSlots; i += kThreads) init_mbarrier(&arrived[i]);
-  Stages ring(shared, mbarriers, kWarps, kMultipliers * kWarpgroup / 32);
+  Stages ring(shared, mbarriers, kWarps * kArriving, kMultipliers * kWarpgroup / 32);
   wait_for_predecessor();
   let_successor_start();
   if (threadIdx.x < 32) tiles.build();

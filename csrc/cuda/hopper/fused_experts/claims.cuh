@@ -180,7 +180,7 @@ class Tiles {
     int32_t turn = turn_;
     // In fp8 the place is computed anew, since writing warps have no register to keep it.
     if constexpr (std::is_base_of_v<Fp8, T>) asm volatile("" : "+r"(turn));
-    if (threadIdx.x % 32 == 0) arrive(&shared_.done[turn % kQueue]);
+    arrive_as_warp(&shared_.done[turn % kQueue]);
     ++turn_;
   }
 

@@ -120,7 +120,7 @@ __device__ __forceinline__ void leave_full_tile(const Tile& tile, Shared<Fp8>& s
     store_lines(shared_address(shared.leaving[box + to_second]), second, from, thread);
   }
   __syncwarp();
-  if (thread % 32 == 0) arrive(&shared.summed);
+  arrive_as_warp(&shared.summed, thread);
 }
 
 }  // namespace epmoe::cuda::fused

@@ -127,7 +127,7 @@ __device__ __forceinline__ void leave_overfull_tile(const Tile& tile, Shared<Fp8
     store_turned<kOverTokens>(lines, sums.beyond[next], 0, thread);
   }
   __syncwarp();
-  if (thread % 32 == 0) arrive(&shared.summed);
+  arrive_as_warp(&shared.summed, thread);
 }
 
 }  // namespace epmoe::cuda::fused

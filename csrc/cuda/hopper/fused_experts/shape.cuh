@@ -59,18 +59,21 @@ template <typename T>
 constexpr int kStageBytes = kWeightBytes<T> + T::kTokens * kLineBytes;
 template <typename T>
 using Stages = Ring<T::kStages, kStageBytes<T>>;
-// Who fills a stage: the thread that loads weights, the one that loads rows, in MXFP4 the one that
-// brings them into order instead, and each lane of the warp that loads scales of rows.
+// Who fills a stage: the thread that loads weights, the one that loads rows, or in MXFP4 the warp
+// that brings them into order, and each lane of the warp that loads scales of rows.
 template <typename T>
-constexpr int kFilling = 1 + 1 + (T::kScaled ? 32 : 0);
+constexpr int kFilling = 1 + (T::kOrdered ? kArriving : 1) + (T::kScaled ? 32 : 0);
 template <typename T>
 constexpr int kEmptying = kMultipliers<T> / 32;
 // Places for tiles on their way from the warp that claims. One keeps its place while it is
 // multiplied, since warps that multiply have no registers for it.
 constexpr int kQueue = 4;
-// Who uses a tile: the warps that load, those that multiply, and those that write.
+// Who uses a tile: the thread that loads rows; the thread, or in MXFP4 the warp, that loads weights;
+// and the warps that load scales, that multiply, and that write.
 template <typename T>
-constexpr int kUsers = (T::kScaled ? 3 : 2) + kMultipliers<T> / 32 + kWriters / 32;
+constexpr int kUsers =
+    1 + (T::kPacked ? kArriving : 1) +
+    ((T::kScaled ? 1 : 0) + kMultipliers<T> / 32 + kWriters / 32) * kArriving;
 // Boxes of a tile's products in bf16, of 64 columns each: of 64 gates and of their ups by turns, or
 // of outputs.
 template <typename T>

@@ -13,8 +13,8 @@ __device__ __forceinline__ void init_mbarriers(Shared<T>& shared) {
     init_mbarrier(&shared.done[i], kUsers<T>);
   }
   init_mbarrier(&shared.wanted, 1);
-  init_mbarrier(&shared.summed, kMultipliers<T> / 32);
-  init_mbarrier(&shared.taken, kWriters / 32);
+  init_mbarrier(&shared.summed, kMultipliers<T> / 32 * kArriving);
+  init_mbarrier(&shared.taken, kWriters / 32 * kArriving);
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 

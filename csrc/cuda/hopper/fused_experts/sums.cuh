@@ -154,7 +154,7 @@ __device__ __forceinline__ void leave(Shared<T>& shared, int32_t turn, const flo
     store_turned<kAtOnce>(shared_address(shared.leaving[box]), first, from, thread);
     store_turned<kAtOnce>(shared_address(shared.leaving[box + 1]), second, from, thread);
     __syncwarp();
-    if (thread % 32 == 0) arrive(&shared.summed);
+    arrive_as_warp(&shared.summed, thread);
   }
 }
 

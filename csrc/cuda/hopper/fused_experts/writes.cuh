@@ -246,7 +246,7 @@ __device__ __forceinline__ void write_rows(const FewRowsArgs& args, const Tile& 
     write_h(args, tile, shared, from_row);
   // The next products may take the place of these.
   __syncwarp();
-  if (threadIdx.x % 32 == 0) arrive(&shared.taken);
+  arrive_as_warp(&shared.taken);
 }
 
 template <typename T>

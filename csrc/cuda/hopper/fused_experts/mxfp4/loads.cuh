@@ -193,7 +193,7 @@ __device__ __forceinline__ void load_scales_and_order(const FewRowsArgs& args,
       wait_mbarrier(&shared.more.arrived[stage], ring.turn / Mxfp4::kStages & 1);
       if (width) order_rows(ring.stage() + kWeightBytes<Mxfp4>, width);
       __syncwarp();
-      if (threadIdx.x % 32 == 0) arrive(ring.filled());
+      arrive_as_warp(ring.filled());
     }
   }
 }

@@ -156,7 +156,7 @@ class Walk {
   // This warp has no use for the stage of a number any more.
   __device__ __forceinline__ void release(int32_t index) const {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(&ring_.empty[index]);
+    arrive_as_warp(&ring_.empty[index]);
   }
 
  private:

@@ -319,7 +319,7 @@ __device__ __forceinline__ void leave_box(Shared<Mxfp4>& shared, int32_t turn,
   const int32_t thread = thread_of_tile();
   store_turned<2 * kCount>(shared_address(shared.leaving[thread / kWarpgroup]), sums, 0, thread);
   __syncwarp();
-  if (thread % 32 == 0) arrive(&shared.summed);
+  arrive_as_warp(&shared.summed, thread);
 }
 
 }  // namespace epmoe::cuda::fused

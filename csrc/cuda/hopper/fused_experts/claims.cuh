@@ -37,7 +37,7 @@ __device__ __forceinline__ bool takes_few(const int32_t* rows_of_experts, int32_
   }
   few = __reduce_add_sync(kAllLanes, few);
   many = __reduce_add_sync(kAllLanes, many);
-  return few - many <= many / kTenth;
+  return few - many <= many / kNinth;
 }
 
 // Reads the rows of each expert, chooses between tiles, and counts tiles of rows before it: each

@@ -55,8 +55,8 @@ constexpr bool kHasFull = std::is_same_v<T, Fp8>;
 // Whether a launch chooses between these tiles and those of Fp8Few.
 template <typename T>
 constexpr bool kHasFew = std::is_same_v<T, Fp8>;
-// It takes the smaller ones if they are at most a tenth more. Each further one reads weights again.
-constexpr int32_t kTenth = 10;
+// It takes the smaller ones if they are at most a ninth more. Each further one reads weights again.
+constexpr int32_t kNinth = 9;
 
 // Weights in MXFP4, rows and h in fp8.
 struct Mxfp4 {

@@ -247,18 +247,18 @@ for T, dtype in calls:
 {END}"""
 ALL = "memcheck", "racecheck", "synccheck", "initcheck"
 # racecheck does not see that the lanes of a warp, which have met in __syncwarp, let one of them
-# arrive for all. With an arrival of each lane it found no race in these kernels, before tiles of
-# 144 rows in fp8.
-WITHOUT_RACES = "memcheck", "synccheck", "initcheck"
+# arrive for all. So it is asked of a build in which each of them arrives.
+RACECHECK = "racecheck"
+EACH_LANE_ARRIVES = "EPMOE_EACH_LANE_ARRIVES"
 PARTS = {  # the newest first
     "training": (TRAINING, 1, ALL),
     "seats": (SEATS, 1, ALL[:3]),
     "moves": (MOVES, 2, ALL[:2]),
     "hand-over": (HAND_OVER, 1, ALL[:1]),
     "few rows": (FEW_ROWS, 1, ALL),
-    "one kernel": (ONE_KERNEL, 1, WITHOUT_RACES),
+    "one kernel": (ONE_KERNEL, 1, ALL),
     "MXFP4": (ONE_KERNEL_OF_MXFP4.replace("SAID", "8.0"), 1, ALL),
-    "MXFP4 many": (ONE_KERNEL_OF_MXFP4.replace("SAID", "200.0"), 1, WITHOUT_RACES),
+    "MXFP4 many": (ONE_KERNEL_OF_MXFP4.replace("SAID", "200.0"), 1, ALL),
     "exchange": (EXCHANGE, 2, ALL[:3]),
     "local stages": (LOCAL, 1, ALL),
     "rail": (RAIL, 1, ALL),
@@ -277,9 +277,12 @@ def sanitize(
     """Runs the script on each rank under a tool of compute-sanitizer, which exits with 3 where it
     finds an error; None: under no tool.
 
+    A `library` that is not given is that of EPMOE_LIBRARY, or is built.
     Without `caching` every tensor is an allocation of its own, whose end the tool sees, and no
     graph can be captured.
     """
+    if tool == RACECHECK:
+        library = library or str(build(defines=(EACH_LANE_ARRIVES,)))
     library = library or os.environ.get("EPMOE_LIBRARY") or str(build())  # not under the tool
     # The environment and the command of a rank.
     env = os.environ | {

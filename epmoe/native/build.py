@@ -272,7 +272,7 @@ rule link_cu
 def _steps(files: dict[str, str], defines: tuple[str, ...], gpus: tuple[str, ...]) -> str:
     """The steps of `build.ninja`, as text. They build the libraries into the folder `$to`.
 
-    A symbol of `defines` is defined only for sources in which it occurs.
+    A symbol of `defines` is defined only for sources in which it occurs, or a header of theirs.
     """
     # `build` removes the suffix ".new" once all files are there.
     libraries = {"cpp": "libepmoe.so.new"}
@@ -284,7 +284,12 @@ def _steps(files: dict[str, str], defines: tuple[str, ...], gpus: tuple[str, ...
         for source in files:
             if not source.endswith(f".{kind}"):
                 continue
-            symbols = [f"-D{symbol}" for symbol in defines if symbol in files[source]]
+            reached = _reached(files, source) if defines else set()
+            symbols = [
+                f"-D{symbol}"
+                for symbol in defines
+                if any(symbol in files[name] for name in reached)
+            ]
             # Mutated libraries have objects of their own only for sources that the symbols change.
             objects.append(f"../objects/{source}{''.join(symbols)}.o")
             text += f"build {objects[-1]}: {kind} {source}\n  defines = {' '.join(symbols)}\n"
@@ -292,6 +297,22 @@ def _steps(files: dict[str, str], defines: tuple[str, ...], gpus: tuple[str, ...
                 text += "  codes = $hopper\n"
         text += f"build $to/{library}: link_{kind} {' '.join(objects)}\n"
     return text
+
+
+def _reached(files: dict[str, str], source: str) -> set[str]:
+    """The source, and all headers among `files` that it reaches by their includes."""
+    reached: set[str] = set()
+    left = [source]
+    while left:
+        name = left.pop()
+        if name in reached:
+            continue
+        reached.add(name)
+        # Headers are named from their folder on, or from csrc.
+        for header in re.findall(r'^#include "(.*)"', files[name], re.MULTILINE):
+            paths = f"{Path(name).parent}/{header}", header
+            left += [path for path in paths if path in files]
+    return reached
 
 
 def _compiler() -> str:

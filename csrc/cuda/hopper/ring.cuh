@@ -15,8 +15,8 @@ __device__ __forceinline__ void init_mbarrier(uint64_t* mbarrier, int32_t arriva
 __device__ __forceinline__ void arrive(uint64_t* mbarrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(mbarrier)) : "memory");
 }
-// How many lanes of a warp arrive for it. racecheck of compute-sanitizer does not see that lanes have
-// met before one of them arrives. So tests/sanitizer.py asks it of a build in which each does.
+// How many lanes of a warp arrive for it. racecheck of compute-sanitizer does not see that lanes
+// have met before one of them arrives. So tests/sanitizer.py asks it of a build in which each does.
 #if defined(EPMOE_EACH_LANE_ARRIVES)
 constexpr int32_t kArriving = 32;
 #else

@@ -68,12 +68,11 @@ constexpr int kEmptying = kMultipliers<T> / 32;
 // Places for tiles on their way from the warp that claims. One keeps its place while it is
 // multiplied, since warps that multiply have no registers for it.
 constexpr int kQueue = 4;
-// Who uses a tile: the thread that loads rows; the thread, or in MXFP4 the warp, that loads weights;
-// and the warps that load scales, that multiply, and that write.
+// Who uses a tile: the thread that loads rows; the thread, or in MXFP4 the warp, that loads
+// weights; and the warps that load scales, that multiply, and that write.
 template <typename T>
-constexpr int kUsers =
-    1 + (T::kPacked ? kArriving : 1) +
-    ((T::kScaled ? 1 : 0) + kMultipliers<T> / 32 + kWriters / 32) * kArriving;
+constexpr int kUsers = 1 + (T::kPacked ? kArriving : 1) +
+                       ((T::kScaled ? 1 : 0) + kMultipliers<T> / 32 + kWriters / 32) * kArriving;
 // Boxes of a tile's products in bf16, of 64 columns each: of 64 gates and of their ups by turns, or
 // of outputs.
 template <typename T>

@@ -57,6 +57,10 @@ constexpr EPMOE_HD int blocks_per_sm(int lines) { return lines > 1 ? 1 : 2; }
 // With two blocks of 384 threads a thread has 80 registers, so that waiting for a line spills
 // little; of 512, 64.
 constexpr EPMOE_HD int threads_per_block(int lines) { return lines == 1 ? 384 : kThreads; }
+// Of a thread of a block that has a multiprocessor to itself: all blocks of a launch then find room
+// beside blocks of another kernel that take up to 4096 registers in all, such as 128 threads of 32.
+constexpr int kMostRegisters = 120;
+static_assert(kThreads * kMostRegisters <= (64 << 10) - 4096);
 // The Simple protocol's buffers in shared memory assume it.
 static_assert(threads_per_block(0) == kThreads);
 

@@ -271,17 +271,26 @@ def test_the_variant_table_is_what_is_compiled(stage, tmp_path):
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc on the PATH")
-def test_dispatch_finds_a_place_beside_a_foreign_block(tmp_path):
-    """The variants with a multiprocessor to themselves, beside 1024 threads with 16 registers each;
-    see docs/protocol.md, 'A kernel that finds no place'.
+@pytest.mark.parametrize(
+    ("stage", "variants", "kernels", "most_spilled", "most_registers"),
+    [
+        ("dispatch", r"Li[124]ELb[01]ELNS_10WireFormatE\dELi1E", 22, 0, 96),
+        ("combine", r"Li2ELb[01]ELb[01]ELNS_10WireFormatE\dELb[01]E", 21, 24, 120),
+    ],
+)
+def test_a_round_finds_a_place_beside_a_foreign_block(
+    stage, variants, kernels, most_spilled, most_registers, tmp_path
+):
+    """The variants with a multiprocessor to themselves: dispatch beside 1024 threads with 16
+    registers each, combine beside 128 with 32; see docs/protocol.md, 'A kernel that finds no
+    place'.
     """
-    said = compiled("dispatch", "-cubin", "-o", str(tmp_path / "cubin"), "--resource-usage")
-    entry = (
-        r"properties for \w*dispatch_kernel\w*?VariantELi[124]ELb[01]ELNS_10WireFormatE\dELi1E.*\n"
-    )
+    said = compiled(stage, "-cubin", "-o", str(tmp_path / "cubin"), "--resource-usage")
+    entry = rf"properties for \w*{stage}_kernel\w*?VariantE{variants}.*\n"
     used = re.findall(rf"{entry}.* (\d+) bytes spill stores.*\n.*Used (\d+) registers", said)
-    assert len(used) == 22 and {spilled for spilled, _ in used} == {"0"}
-    assert max(int(registers) for _, registers in used) <= 96
+    assert len(used) == kernels
+    assert max(int(spilled) for spilled, _ in used) <= most_spilled
+    assert max(int(registers) for _, registers in used) <= most_registers
 
 
 @pytest.mark.slow

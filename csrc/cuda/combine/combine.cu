@@ -89,9 +89,7 @@ struct Compiled {
 };
 
 template <typename Of, typename T>
-__global__ void __launch_bounds__(threads_per_block(Of::value.send_lines),
-                                  blocks_per_sm(Of::value.send_lines))
-    combine_kernel(const __grid_constant__ CombineKernel kernel) {
+__device__ __forceinline__ void combine_in_block(const CombineKernel& kernel) {
   constexpr Variant kVariant = Of::value;
   constexpr int kSendLines = kVariant.send_lines;
   constexpr bool kLL = kSendLines > 0;
@@ -203,6 +201,21 @@ __global__ void __launch_bounds__(threads_per_block(Of::value.send_lines),
     y[i] = from_float<T>(0.0f);
   for (int64_t i = threadIdx.x; kValues && i < args.T * now.K; i += block_threads())
     args.pair_values_TK[i] = 0.0f;
+}
+
+template <typename Of, typename T>
+  requires(blocks_per_sm(Of::value.send_lines) > 1)
+__global__ void __launch_bounds__(threads_per_block(Of::value.send_lines),
+                                  blocks_per_sm(Of::value.send_lines))
+    combine_kernel(const __grid_constant__ CombineKernel kernel) {
+  combine_in_block<Of, T>(kernel);
+}
+// The same where a block has a multiprocessor to itself.
+template <typename Of, typename T>
+  requires(blocks_per_sm(Of::value.send_lines) == 1)
+__global__ void __maxnreg__(kMostRegisters)
+    combine_kernel(const __grid_constant__ CombineKernel kernel) {
+  combine_in_block<Of, T>(kernel);
 }
 
 template <WireFormat kFormat, typename T, bool kValues>

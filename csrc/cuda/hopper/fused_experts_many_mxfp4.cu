@@ -28,21 +28,22 @@ static_assert(kManyLoadRegisters + kManyWriteRegisters + ManyMxfp4::kGroups * kM
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// Each width has loops of its own. `turn` counts tiles, `place` is that of the tile in the queue.
-template <int kWidth = kTokenStep>
+// Each width has loops of its own. `turn` counts tiles, `place` is that of the tile in the queue,
+// whose largest scales are known. kSomeSmall: those of some warps may be small.
+template <bool kSomeSmall, int kWidth = kTokenStep>
 __device__ __forceinline__ void multiply_tile(const FewRowsArgs& args, const Tile& tile,
                                               Shared<ManyMxfp4>& shared, WalkOfSteps& ring,
                                               WalkOfWindows& windows, int32_t turn, int32_t place) {
   if constexpr (kWidth < ManyMxfp4::kTokens)
     if (tile.width > kWidth)
-      return multiply_tile<kWidth + kTokenStep>(args, tile, shared, ring, windows, turn, place);
+      return multiply_tile<kSomeSmall, kWidth + kTokenStep>(args, tile, shared, ring, windows, turn,
+                                                            place);
   const int32_t passes = passes_of<ManyMxfp4>(args, tile);
   const uint8_t* largest = shared.more.largest[place];
-  wait_mbarrier(&shared.more.scaled[place], turn / kQueue & 1);
 #pragma unroll 1
   for (int32_t pass = 0; pass < passes; ++pass) {
     float sums[kWidth / 2] = {};
-    sum_pass<kWidth>(args, tile, shared, ring, windows, pass, largest, sums);
+    sum_pass<kWidth, kSomeSmall>(args, tile, shared, ring, windows, pass, largest, sums);
     // They leave in bf16, a box of each warpgroup, once what lay there has been taken.
     if (turn && pass == 0) wait_mbarrier(&shared.taken, (turn - 1) & 1);
     const int32_t thread = thread_of_tile();
@@ -91,7 +92,13 @@ __global__ void __launch_bounds__(kThreads<ManyMxfp4>, 1)
   for (int32_t turn = 0;; ++turn) {
     const Tile& tile = tiles.next();
     if (tile.expert == kNoTile) return;
-    multiply_tile(args, tile, shared, steps, scales, turn, tiles.place());
+    const int32_t place = tiles.place();
+    wait_mbarrier(&shared.more.scaled[place], turn / kQueue & 1);
+    // Such scales are rare, so they have one loop, of the largest width.
+    if (shared.more.has_small(place))
+      multiply_tile<true, T::kTokens>(args, tile, shared, steps, scales, turn, place);
+    else
+      multiply_tile<false>(args, tile, shared, steps, scales, turn, place);
     tiles.done_as_warp();
   }
 #endif

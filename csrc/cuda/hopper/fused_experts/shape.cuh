@@ -187,9 +187,16 @@ struct MoreShared<ManyMxfp4> {
   // its weight row.
   uint2 table[kTableEntries];
   uint64_t mbarriers[2 * ManyMxfp4::kScaleStages];
-  // Of the places of the queue: the largest scale of each weight row, and that they are known.
+  // Of the places of the queue: the largest scale of each weight row, whether each warp that found
+  // them has found small ones, and that all are known.
   uint64_t scaled[kQueue];
+  alignas(4) bool some_small[kQueue][kWriters / 32];
   uint8_t largest[kQueue][kWeightRows];
+
+  __device__ __forceinline__ bool has_small(int32_t place) const {
+    static_assert(sizeof(some_small[0]) == sizeof(uint32_t));
+    return *reinterpret_cast<const uint32_t*>(some_small[place]) != 0;
+  }
 };
 
 // What else a launch has that chooses between two formats: the mbarriers of the stages of the other

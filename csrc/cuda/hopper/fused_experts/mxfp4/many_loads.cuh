@@ -33,6 +33,14 @@ __device__ __forceinline__ void load_scales_of_passes(const FewRowsArgs& args,
 
 // --- The largest scales of weight rows ---
 
+// The scale of 1.
+constexpr uint32_t kOne = 127;
+// Below it, the largest scale of a warp's weight rows multiplies the scales of tokens. Sums without
+// it would be Inf for rows of 2^112 and more, and no factor brings these back.
+constexpr uint32_t kSmallScale = 104;
+// Weight rows of a warp that multiplies, which follow one another.
+constexpr int kRowsOfWarp = 16;
+
 // The largest bytes of words, as the upper bytes of two halves.
 __device__ __forceinline__ uint32_t with_largest(uint32_t largest, uint32_t four) {
   return __vmaxu2(__vmaxu2(largest, four), four << 8);
@@ -69,8 +77,9 @@ __device__ __forceinline__ uint8_t largest_of(const uint8_t* bytes, int32_t coun
   return static_cast<uint8_t>(max(largest >> 24, largest >> 8 & 255));
 }
 
-// The warps that write find those of a tile, a thread those of two rows.
-__device__ __forceinline__ void find_largest(const FewRowsArgs& args, const Tile& tile,
+// The warps that write find those of a tile, a thread those of two rows. Rows behind the last count
+// as 1. Returns whether a warp that multiplies has only small ones, of those that this warp finds.
+__device__ __forceinline__ bool find_largest(const FewRowsArgs& args, const Tile& tile,
                                              uint8_t* largest) {
   static_assert(kWeightRows == 2 * kWriters);
   auto* scales = static_cast<const uint8_t*>(tile.down ? args.down_scales : args.gate_up_scales);
@@ -89,9 +98,17 @@ __device__ __forceinline__ void find_largest(const FewRowsArgs& args, const Tile
     for (int32_t at = 0; at < bytes; at += kLineBytes) prefetch_to_l2(from[half] + at);
     prefetch_to_l2(from[half] + bytes - 1);
   }
+  bool small = false;
 #pragma unroll
-  for (int half = 0; half < 2; ++half)
-    largest[half * kWriters + thread] = inside[half] ? largest_of(from[half], bytes) : 0;
+  for (int half = 0; half < 2; ++half) {
+    uint32_t found = inside[half] ? largest_of(from[half], bytes) : kOne;
+    largest[half * kWriters + thread] = static_cast<uint8_t>(found);
+#pragma unroll
+    for (int to = 1; to < kRowsOfWarp; to *= 2)
+      found = max(found, __shfl_xor_sync(kAllLanes, found, to));
+    small |= found < kSmallScale;
+  }
+  return __any_sync(kAllLanes, small);
 }
 
 }  // namespace epmoe::cuda::fused

@@ -201,9 +201,6 @@ __device__ __forceinline__ void finish_step(float (&step)[kCount], Weights& weig
     for (uint32_t& four : group) asm volatile("" : "+r"(four)::"memory");
 }
 
-// The scale of 1.
-constexpr uint32_t kOne = 127;
-
 // What the sums of a weight row lack: its largest scale, less what codes were raised by.
 __device__ __forceinline__ float factor_of_row(uint32_t largest) {
   constexpr uint32_t kFewestNormal = kRaised + 1;
@@ -213,10 +210,6 @@ __device__ __forceinline__ float factor_of_row(uint32_t largest) {
   const bool is_normal = largest >= kFewestNormal;
   return __uint_as_float(is_normal ? (largest - kRaised) << 23 : 1u << (16 + largest));
 }
-
-// Below it, the largest scale of a warp's weight rows multiplies the scales of tokens. Sums without
-// it would be Inf for rows of 2^112 and more, and no factor brings these back.
-constexpr uint32_t kSmallScale = 104;
 
 // add_with_factors(), of tokens whose scales lack this factor.
 template <int kCount>
@@ -232,8 +225,9 @@ __device__ __forceinline__ void add_small(float (&sums)[kCount], const float (&s
   }
 }
 
-// A warpgroup's sums of 64 weight rows of a pass.
-template <int kWidth>
+// A warpgroup's sums of 64 weight rows of a pass. kSomeSmall: the largest scales of some warps may
+// be small. All warps of a tile run the same loop.
+template <int kWidth, bool kSomeSmall>
 __device__ __forceinline__ void sum_pass(const FewRowsArgs& args, const Tile& tile,
                                          const Shared<ManyMxfp4>& shared, WalkOfSteps& ring,
                                          WalkOfWindows& windows, int32_t pass,
@@ -245,8 +239,11 @@ __device__ __forceinline__ void sum_pass(const FewRowsArgs& args, const Tile& ti
   const LoadsOfCodes loads(args, tile, shared, pass, largest, row);
   const uint32_t ones = load_4(shared_address(&shared.more.table[kOnesAt]));
   const int32_t in_tile = row_in_tile<ManyMxfp4>(tile.down, pass, row);
-  const uint32_t of_warp =
-      __reduce_max_sync(kAllLanes, max(largest[in_tile], largest[in_tile + 8]));
+  uint32_t of_warp = kOne;
+  if constexpr (kSomeSmall)
+    of_warp = __reduce_max_sync(kAllLanes, max(largest[in_tile], largest[in_tile + 8]));
+  const bool is_small = of_warp < kSmallScale;
+  const float factor = is_small ? factor_of_row(of_warp) : 1.0f;
   int32_t in_batch = 0;  // bytes of scales of a row in front of those of a step
   auto leave_windows = [&] {
     in_batch = 0;
@@ -273,15 +270,15 @@ __device__ __forceinline__ void sum_pass(const FewRowsArgs& args, const Tile& ti
     ring.advance();
     if (left > 1) load_step();
     finish_step(step, weights);
-    if (of_warp < kSmallScale)
-      add_small(sums, step, token_scales, factor_of_row(of_warp));
+    if constexpr (kSomeSmall)
+      add_small(sums, step, token_scales, factor);
     else
       add_with_factors(sums, step, token_scales);
     ring.release(stage);
   }
   if (in_batch) leave_windows();
   // Small ones have that of the warp already.
-  const uint32_t later = of_warp < kSmallScale ? kOne + kRaised - of_warp : 0;
+  const uint32_t later = is_small ? kOne + kRaised - of_warp : 0;
   const float factors[] = {factor_of_row(largest[in_tile] + later),
                            factor_of_row(largest[in_tile + 8] + later)};
 #pragma unroll

@@ -16,7 +16,8 @@ __device__ __forceinline__ void write_tiles_of_passes(const FewRowsArgs& args,
     const Tile& next = ahead.next();
     if (next.expert != kNoTile) {
       const int32_t place = ahead.place();
-      find_largest(args, next, shared.more.largest[place]);
+      const bool small = find_largest(args, next, shared.more.largest[place]);
+      if (threadIdx.x % 32 == 0) shared.more.some_small[place][threadIdx.x % kWriters / 32] = small;
       arrive(&shared.more.scaled[place]);
       ahead.skip();
     }

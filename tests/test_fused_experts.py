@@ -57,8 +57,8 @@ TILES = [
     (FULL, (WIDTH, MIDDLE)),
     (FULL, (640, 384)),
     ([16, 32, 48, 64, 80, 79, 65, 1], (WIDTH, MIDDLE)),
-    # One expert has four tiles of up to 80 rows, where three larger ones were enough: ten in all, and
-    # not nine, which is a ninth more.
+    # One expert has four tiles of up to 80 rows, where three larger ones were enough: ten in all,
+    # and not nine, which is a ninth more.
     ([300, 80, 64, 48, 16, 1, 0, 33], (WIDTH, MIDDLE)),
     # One tile more than eight is too many.
     ([300, 80, 64, 48, 16, 0, 0, 33], (WIDTH, MIDDLE)),

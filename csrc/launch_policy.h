@@ -57,12 +57,17 @@ constexpr EPMOE_HD int blocks_per_sm(int lines) { return lines > 1 ? 1 : 2; }
 // With two blocks of 384 threads a thread has 80 registers, so that waiting for a line spills
 // little; of 512, 64.
 constexpr EPMOE_HD int threads_per_block(int lines) { return lines == 1 ? 384 : kThreads; }
-// Of a thread of a block that has a multiprocessor to itself: all blocks of a launch then find room
-// beside blocks of another kernel that take up to 4096 registers in all, such as 128 threads of 32.
-constexpr int kMostRegisters = 120;
-static_assert(kThreads * kMostRegisters <= (64 << 10) - 4096);
 // The Simple protocol's buffers in shared memory assume it.
 static_assert(threads_per_block(0) == kThreads);
+
+// Registers of a thread of combine where its block has a multiprocessor to itself. Each of its four
+// parts has 16,384 registers and a fourth of the warps: 1,024 remain there, for a warp of another
+// kernel with 32 a thread.
+constexpr int kMostRegisters = 120;
+constexpr int kPartsOfSM = 4;
+constexpr int kRegistersOfPart = 16 << 10;
+constexpr int kForeignRegisters = 32 * 32;
+static_assert(kThreads / kPartsOfSM * kMostRegisters + kForeignRegisters <= kRegistersOfPart);
 
 // Chunks of a row, of `lines` lines of 16 bytes for each of a warp's 32 lanes.
 constexpr EPMOE_HD int32_t num_chunks(int64_t row_bytes, int lines) {

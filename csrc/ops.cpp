@@ -246,8 +246,8 @@ Tensor dequantize_mxfp4(const Tensor& codes, const Tensor& scales) {
   return out;
 }
 
-// Checks weights [e, n, k] of few_rows, which reads them 16 bytes at a time, and returns their
-// scales, or null.
+// Checks weights [e, n, k] of few_rows, and returns their scales, or null. Kernels read weights,
+// packed scales and biases 16 bytes at a time.
 const void* few_rows_scales(const Tensor& weights, const MaybeTensor& scales, int64_t e, int64_t n,
                             int64_t k, WeightFormat format) {
   constexpr ScalarType kTypes[] = {ScalarType::BFloat16, ScalarType::Float8_e4m3fn,
@@ -260,14 +260,16 @@ const void* few_rows_scales(const Tensor& weights, const MaybeTensor& scales, in
                   "weights must have scales, but bfloat16 none");
   if (!packed) return pointer<float>(scales, e * (n / kScaleBlock) * (k / kScaleBlock), "scales");
   STD_TORCH_CHECK(scales->element_size() == 1 && packed_format(*scales) == format &&
-                      is_whole(*scales, scales->scalar_type(), {e, n, k / group_of(format)}),
-                  "scales must be contiguous [e, n, k / 32] of MXFP4, or [e, n, k / 16] of NVFP4");
+                      is_whole(*scales, scales->scalar_type(), {e, n, k / group_of(format)}) &&
+                      is_aligned(*scales),
+                  "scales must be contiguous [e, n, k / 32] of MXFP4, or [e, n, k / 16] of NVFP4, "
+                  "aligned to 16 bytes");
   return scales->data_ptr();
 }
 
 const void* few_rows_bias(const MaybeTensor& bias, int64_t e, int64_t n) {
-  STD_TORCH_CHECK(!bias || is_whole(*bias, ScalarType::BFloat16, {e, n}),
-                  "a bias must be contiguous bfloat16 [e, n]");
+  STD_TORCH_CHECK(!bias || (is_whole(*bias, ScalarType::BFloat16, {e, n}) && is_aligned(*bias)),
+                  "a bias must be contiguous bfloat16 [e, n], aligned to 16 bytes");
   return bias ? bias->data_ptr() : nullptr;
 }
 
@@ -307,7 +309,7 @@ ExpertsCall experts_call(const Tensor& rows, const MaybeTensor& row_scales, cons
                       dtype_of(rows) == (fp8 ? DType::kFloat8E4M3 : DType::kBFloat16),
                   "rows must be contiguous, aligned to 16 bytes, in float8_e4m3fn with such "
                   "weights, else bfloat16");
-  STD_TORCH_CHECK(D % step == 0 && F % step == 0,
+  STD_TORCH_CHECK(D > 0 && F > 0 && D % step == 0 && F % step == 0,
                   "D and F must be multiples of 128 in fp8, 32 in MXFP4 and NVFP4, else 64");
   STD_TORCH_CHECK(fp8 == row_scales.has_value(), "rows in fp8, and no others, come with scales");
   STD_TORCH_CHECK(N <= INT32_MAX, "there are too many rows");

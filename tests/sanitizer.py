@@ -87,16 +87,36 @@ for counts in (COUNTS, FULL, OVERFULL, SMALL):
         assert rows.outputs(experts, None).isfinite().all()
 print("done")
 """
+# The same in bf16, where half of a tile's rows leave at a time; served, and in training, whose
+# forward pass keeps gates and ups.
+ONE_KERNEL_IN_BF16 = """
+import torch
+from test_fused_experts_bf16 import FUSED, Call
+from test_few_rows import COUNTS
+from epmoe.native import ops
+torch.set_grad_enabled(False)
+device = torch.device("cuda")
+for counts in (COUNTS, [95, 96, 0, 111, 112, 113, 1, 300]):
+    for gpt_oss in (False, True):
+        call = Call.of(device, gpt_oss, counts, (320, 192))
+        call.served(FUSED)
+        call.trained(ops.fused_experts_of_training)
+torch.cuda.synchronize()
+print("done")
+"""
 # The same of MXFP4 over rows in fp8, which have a stride, by the kernel for so many rows of an
-# expert.
+# expert; also with scales so small that they have a loop of their own.
 ONE_KERNEL_OF_MXFP4 = """
 import torch
 from expert_inputs import GPT_OSS
 from test_drawn_mxfp4 import Case, Options
 torch.set_grad_enabled(False)
-for activation, spaces in ((GPT_OSS, (48, 16)), ({}, (0, 0))):
+small = -40, -36
+for activation, spaces, exponents in (
+    (GPT_OSS, (48, 16), (-3, 2)), ({}, (0, 0), (-3, 2)), ({}, (0, 0), small)
+):
     options = Options([3, 0, 17, 170, 1], 192, 320, activation, (bool(activation),) * 2)
-    options = options._replace(spaces=spaces, rows_per_expert=SAID)
+    options = options._replace(spaces=spaces, exponents=exponents, rows_per_expert=SAID)
     case = Case(options, torch.device("cuda"))
     experts = case.experts()
     assert case.keeps_fp8(experts) and case.outputs(experts).isfinite().all()
@@ -250,13 +270,14 @@ ALL = "memcheck", "racecheck", "synccheck", "initcheck"
 # arrive for all. So it is asked of a build in which each of them arrives.
 RACECHECK = "racecheck"
 EACH_LANE_ARRIVES = "EPMOE_EACH_LANE_ARRIVES"
-PARTS = {  # the newest first
+PARTS = {
     "training": (TRAINING, 1, ALL),
     "seats": (SEATS, 1, ALL[:3]),
     "moves": (MOVES, 2, ALL[:2]),
     "hand-over": (HAND_OVER, 1, ALL[:1]),
     "few rows": (FEW_ROWS, 1, ALL),
     "one kernel": (ONE_KERNEL, 1, ALL),
+    "one kernel in bf16": (ONE_KERNEL_IN_BF16, 1, ALL),
     "MXFP4": (ONE_KERNEL_OF_MXFP4.replace("SAID", "8.0"), 1, ALL),
     "MXFP4 many": (ONE_KERNEL_OF_MXFP4.replace("SAID", "200.0"), 1, ALL),
     "exchange": (EXCHANGE, 2, ALL[:3]),
@@ -278,11 +299,10 @@ def sanitize(
     finds an error; None: under no tool.
 
     A `library` that is not given is that of EPMOE_LIBRARY, or is built.
+
     Without `caching` every tensor is an allocation of its own, whose end the tool sees, and no
     graph can be captured.
     """
-    if tool == RACECHECK:
-        library = library or str(build(defines=(EACH_LANE_ARRIVES,)))
     library = library or os.environ.get("EPMOE_LIBRARY") or str(build())  # not under the tool
     # The environment and the command of a rank.
     env = os.environ | {
@@ -337,6 +357,8 @@ def main() -> int:
     if TOOL is None:
         print("sanitize: there is no compute-sanitizer on the PATH or in CUDA_HOME/bin")
         return 1
+    # The library in which racecheck looks for races.
+    each_lane_arrives = str(build(defines=(EACH_LANE_ARRIVES,)))
     # Each part under each of its tools, a line for each.
     failed = []
     print("tool        part            ranks  errors      s")
@@ -348,7 +370,8 @@ def main() -> int:
                 continue
             # All ranks have to come to their end.
             started = time.monotonic()
-            runs = sanitize(tool, script, ranks=ranks)
+            library = each_lane_arrives if tool == RACECHECK else None
+            runs = sanitize(tool, script, ranks=ranks, library=library)
             counts = [errors_of(run) for run in runs]
             total = None if None in counts else sum(counts)
             errors = "no end" if total is None else total

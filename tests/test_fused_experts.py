@@ -13,13 +13,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from busy import Holder
-from expert_inputs import BF16, FP8
+from expert_inputs import BF16, FP8, MXFP4
 from helpers import ON_GPUS, ROOT, captured, is_right_in_a_fork, poison_
 from test_few_rows import COUNTS, FEW_AND_MANY, LIMITS, MIDDLE, WIDTH, Rows, built
 from test_fused_experts_mxfp4 import Case
 from torch import Tensor
 
 import epmoe
+from epmoe.local.gemm import fused_experts, fused_experts_mxfp4
 from epmoe.local.gemm.gemm import Segments
 from epmoe.local.gemm.table import CHOICES, GEMMS
 
@@ -104,6 +105,14 @@ def test_bits_are_those_of_other_kernels(device, counts, sizes, other, gpt_oss):
         assert not differing.any(), (
             f"{int(differing.sum())} elements of {int(differing.count_nonzero())} rows"
         )
+
+
+def test_python_and_kernels_take_as_many_experts():
+    text = (ROOT / "csrc/args.h").read_text()
+    found = {name: int(n) for name, n in re.findall(r"(kFused\w*Experts\w*) = (\d+);", text)}
+    names = {BF16: "kFusedExpertsBf16", FP8: "kFusedFp8Experts", MXFP4: "kFusedExperts"}
+    most = fused_experts._MOST_EXPERTS | {MXFP4: fused_experts_mxfp4._MOST_EXPERTS}
+    assert most == {dtype: found[name] for dtype, name in names.items()}
 
 
 @ON_GPUS
@@ -238,7 +247,7 @@ def test_no_rows_at_all(device):
 
 
 KERNELS = pytest.mark.parametrize(
-    "kernel", ["fp8, tiles of 128", "fp8, tiles of 80", "bf16", "MXFP4, few", "MXFP4, many"]
+    "kernel", ["fp8, tiles of 144", "fp8, tiles of 80", "bf16", "MXFP4, few", "MXFP4, many"]
 )
 
 

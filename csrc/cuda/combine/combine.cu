@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(threads_per_block(Of::value.send_lines),
     combine_kernel(const __grid_constant__ CombineKernel kernel) {
   combine_in_block<Of, T>(kernel);
 }
-// The same where a block has a multiprocessor to itself.
+// The same where a block has a multiprocessor to itself. A launch bound would allow all registers.
 template <typename Of, typename T>
   requires(blocks_per_sm(Of::value.send_lines) == 1)
 __global__ void __maxnreg__(kMostRegisters)

@@ -8,7 +8,7 @@
 // blocks still write h, others load weights of outputs, so that memory never rests between the
 // products.
 //
-//   a warp claims ─▶ two warps load, by TMA ─▶ two warpgroups multiply ─▶ one writes h or outputs
+//   a warp claims ─▶ three warps load, two by TMA ─▶ two warpgroups multiply ─▶ one writes
 //
 // fused_experts/ has a file for each role: claims.cuh, loads.cuh, sums.cuh with full_tiles.cuh and
 // overfull_tiles.cuh, and writes.cuh.
@@ -81,7 +81,7 @@ __device__ __forceinline__ void take_role(const FewRowsArgs& args, const Maps& m
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMathRegisters));
   Tiles<T> tiles(shared, shared.claimed);
   for (int32_t turn = 0;; ++turn) {
-    const Tile& tile = tiles.next();
+    const Tile& tile = tiles.current();
     if (tile.expert == kNoTile) return;
     multiply_tile(tile, shared, ring, turn);
     turn += further_turns<T>(tile);

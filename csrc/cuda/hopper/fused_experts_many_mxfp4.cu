@@ -4,10 +4,10 @@
 // part of the widened codes. For so many rows registers hold the sums of half of a tile's weight
 // rows, so that a tile is computed in two passes over k.
 //
-//   a warp claims ─▶ three warps load, by TMA ─▶ two warpgroups widen and multiply ─▶ one writes
+//   a warp claims ─▶ three warps load, two by TMA ─▶ two warpgroups widen, multiply ─▶ one writes
 //
-// fused_experts/mxfp4/ has what differs from fused_experts.cu: many_loads.cuh, many_sums.cuh and
-// many_writes.cuh.
+// fused_experts/mxfp4/ has what differs from fused_experts.cu: loads.cuh, which both kernels of
+// MXFP4 have, many_loads.cuh, many_sums.cuh and many_writes.cuh.
 #include "cuda/hopper/fused_experts/launch.cuh"
 #include "cuda/hopper/fused_experts/mxfp4/many_sums.cuh"
 #include "cuda/hopper/fused_experts/mxfp4/many_writes.cuh"
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kThreads<ManyMxfp4>, 1)
   WalkOfSteps steps(ring);
   WalkOfWindows scales(windows);
   for (int32_t turn = 0;; ++turn) {
-    const Tile& tile = tiles.next();
+    const Tile& tile = tiles.current();
     if (tile.expert == kNoTile) return;
     const int32_t place = tiles.place();
     wait_mbarrier(&shared.more.scaled[place], turn / kQueue & 1);

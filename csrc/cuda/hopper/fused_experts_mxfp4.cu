@@ -2,7 +2,7 @@
 // becomes of sums are those of fused_experts.cu. Weights travel as codes, half a byte each, and
 // become e4m3 in the registers of the warps that multiply.
 //
-//   a warp claims ─▶ three warps load, by TMA ─▶ four warpgroups widen and multiply ─▶ one writes
+//   a warp claims ─▶ three warps load, two by TMA ─▶ four warpgroups widen, multiply ─▶ one writes
 //                             ─▶ a warp brings rows into the order of codes ─▶
 //
 // fused_experts/mxfp4/ has what differs: loads.cuh and sums.cuh.
@@ -18,16 +18,18 @@ namespace {
 using namespace fused;
 
 // Registers of a thread of each role.
+// At the start all have so many, the most that 768 threads can have.
+constexpr int kMxfp4Registers = 80;
 constexpr int kMxfp4LoadRegisters = 40;
 constexpr int kMxfp4WriteRegisters = 56;
 constexpr int kMxfp4MathRegisters = 96;
 static_assert(kMxfp4LoadRegisters + kMxfp4WriteRegisters + Mxfp4::kGroups * kMxfp4MathRegisters <=
-              (Mxfp4::kGroups + 2) * 80);
+              (Mxfp4::kGroups + 2) * kMxfp4Registers);
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // Each width has loops of its own.
-template <int kWidth = 8>
+template <int kWidth = Mxfp4::kFewestColumns>
 __device__ __forceinline__ void multiply_tile(const FewRowsArgs& args, const Tile& tile,
                                               Shared<Mxfp4>& shared, Stages<Mxfp4>& ring,
                                               ScaleStages<Mxfp4>& windows, int32_t turn) {
@@ -74,7 +76,7 @@ __global__ void __launch_bounds__(kThreads<Mxfp4>, 1)
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMxfp4MathRegisters));
   Tiles<Mxfp4> tiles(shared, shared.claimed);
   for (int32_t turn = 0;; ++turn) {
-    const Tile& tile = tiles.next();
+    const Tile& tile = tiles.current();
     if (tile.expert == kNoTile) return;
     multiply_tile(args, tile, shared, ring, windows, turn);
     tiles.done_as_warp();

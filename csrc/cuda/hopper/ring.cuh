@@ -30,7 +30,7 @@ __device__ __forceinline__ void barrier(int32_t number, int32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-// The stages between the loading thread and the warpgroups, in shared memory.
+// The stages between those who load and the warpgroups, in shared memory.
 template <int kCount, int kStageBytes>
 struct Ring {
   static constexpr int kStages = kCount;
@@ -41,9 +41,9 @@ struct Ring {
   uint64_t *full, *empty;
   int32_t turn = 0;
 
-  // Thread 0 prepares [2, kCount] mbarriers. `filling` arrivals complete a phase of the first, and
-  // so many warps that empty a stage one of the others. They may be used after a barrier of the
-  // block.
+  // Thread 0 prepares [2, kCount] mbarriers. `filling` arrivals complete a phase of `full`, and
+  // those of the warps that empty a stage one of `empty`. Others may use them after a barrier of
+  // the block.
   __device__ __forceinline__ Ring(const char* stages, uint64_t* mbarriers, int32_t filling,
                                   int32_t emptying_warps)
       : buffers(shared_address(stages)), full(mbarriers), empty(mbarriers + kCount) {

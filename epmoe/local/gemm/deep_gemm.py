@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from epmoe.config.config import ROW_BLOCKS
-from epmoe.local.gemm.gemm import Gemm, Scaled, plain_rows, problem_on_hopper
+from epmoe.local.gemm.gemm import (
+    Gemm,
+    Scaled,
+    is_readable,
+    plain_rows,
+    problem_on_hopper,
+    readable,
+)
 from epmoe.local.weight_formats import FP8_BLOCKS
 from epmoe.native.arguments import FP8
 
@@ -45,8 +52,8 @@ class DeepGemm(Gemm):
         problem = problem_on_hopper("DeepGEMM", gate_up, down, _STEPS)
         if problem is not None:
             return problem
-        if not (gate_up.is_contiguous() and down.is_contiguous()):
-            return ValueError("DeepGEMM takes contiguous weights")
+        if not (is_readable(gate_up) and is_readable(down)):
+            return ValueError("DeepGEMM takes contiguous weights at multiples of 16 bytes")
         return _problem_with_version(down.dtype == FP8, down.get_device())
 
     def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
@@ -57,6 +64,7 @@ class DeepGemm(Gemm):
         """
         library = importlib.import_module("deep_gemm")
         values, _ = weights
+        rows = readable(rows[0]), rows[1]
         out = values.new_empty(len(rows[0]), values.shape[1], dtype=torch.bfloat16)
         # The library gets the ends of segments, not the number of an expert for each row. It need
         # not write zeros into gaps, since nobody reads gaps.

@@ -14,7 +14,15 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from epmoe.local.gemm.gemm import Gemm, Segments, Weights, plain_rows, problem_on_hopper
+from epmoe.local.gemm.gemm import (
+    Gemm,
+    Segments,
+    Weights,
+    is_readable,
+    plain_rows,
+    problem_on_hopper,
+    readable,
+)
 from epmoe.local.gemm.hopper import Hopper, problem_of_build
 from epmoe.local.quantize import quantize_fp8
 from epmoe.local.weight_formats import FP8_BLOCKS, MXFP4_GROUPS, product_dtype
@@ -244,7 +252,7 @@ def problem_with_weights(
     if problem is not None:
         return problem
     for weights in (gate_up, down):
-        if not weights.is_contiguous() or weights.data_ptr() % 16:
+        if not is_readable(weights):
             return ValueError(
                 f"{name} takes contiguous weights that start at multiples of 16 bytes"
             )
@@ -262,28 +270,29 @@ def operands_of(
     elif weights.down.dtype != FP8:
         rows = plain_rows((rows, scales), product_dtype(weights.down))
         scales = None
-    return operands_with(weights, rows.contiguous(), scales, segments)
+    return operands_with(weights, readable(rows), scales, segments)
 
 
 def operands_with(
     weights: Weights, rows: Tensor, scales: Tensor | None, segments: Segments
 ) -> tuple[object, ...]:
     """The same with rows as they are."""
-    # The weights are contiguous, since `problem_with` refuses others. Scales and biases may not be.
+    # Kernels can read the weights, since `problem_with` refuses others. Scales and biases may be
+    # views of any kind.
     return (
         rows,
         scales,
         weights.gate_up,
-        _contiguous(weights.gate_up_scales),
-        _contiguous(weights.gate_up_bias),
+        _readable(weights.gate_up_scales),
+        _readable(weights.gate_up_bias),
         weights.down,
-        _contiguous(weights.down_scales),
-        _contiguous(weights.down_bias),
+        _readable(weights.down_scales),
+        _readable(weights.down_bias),
         segments.offsets,
         segments.tokens,
         *weights.gating,
     )
 
 
-def _contiguous(value: Tensor | None) -> Tensor | None:
-    return None if value is None else value.contiguous()
+def _readable(value: Tensor | None) -> Tensor | None:
+    return None if value is None else readable(value)

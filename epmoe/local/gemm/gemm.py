@@ -23,6 +23,8 @@ from epmoe.native.arguments import FP8, MXFP4, dtype_name
 
 # The major number of Hopper's compute capability.
 _HOPPER = 9
+# Addresses and strides must be multiples of this number of bytes.
+_BYTES_AT_ONCE = 16
 
 Scaled = tuple[Tensor, Tensor | None]
 """A tensor of rows or weights and the scales of its format; None if the format has no scales."""
@@ -455,6 +457,20 @@ def problem_on_hopper(
     return None
 
 
+def is_readable(tensor: Tensor) -> bool:
+    """Whether kernels can read a tensor 16 bytes at a time, or by TMA: it must be contiguous and
+    begin at a multiple of 16 bytes. A view of a longer tensor may begin anywhere.
+    """
+    return tensor.is_contiguous() and tensor.data_ptr() % _BYTES_AT_ONCE == 0
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy of it if kernels cannot read it so."""
+    if is_readable(tensor):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 def plain_rows(rows: Scaled, dtype: torch.dtype) -> Tensor:
     """Return rows [N, k] without scales: as they are, or dequantized to `dtype`."""
     values, scales = rows
@@ -469,7 +485,7 @@ def plain_weights(weights: Scaled) -> Tensor:
     if scales is None:
         return values
     if values.dtype == MXFP4 and values.is_cuda:
-        dequantized: Tensor = ops.dequantize_mxfp4(values.contiguous(), scales.contiguous())
+        dequantized: Tensor = ops.dequantize_mxfp4(readable(values), scales.contiguous())
         return dequantized
     plain = torch.empty(plain_shape(values), dtype=product_dtype(values), device=values.device)
     # Dequantize expert by expert: the values in between are fp32, and those of all experts at once

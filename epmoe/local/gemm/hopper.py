@@ -19,8 +19,10 @@ from epmoe.local.gemm.gemm import (
     Scaled,
     TrainedSegments,
     TrainedWeights,
+    is_readable,
     plain_rows,
     problem_on_hopper,
+    readable,
 )
 from epmoe.local.weight_formats import product_dtype
 from epmoe.native import ops
@@ -28,8 +30,6 @@ from epmoe.native.arguments import MXFP4
 
 # By the dtype of the weights, the number that must divide D and F.
 _STEPS = {torch.bfloat16: 8, MXFP4: 64}
-# Addresses and strides must be multiples of this number of bytes, since TMA reads the tensors.
-_BYTES = 16
 # The most experts of a rank. Their table lies in shared memory.
 _MOST_EXPERTS = 512
 FUSED_STEP = 64
@@ -60,8 +60,8 @@ class Hopper(Gemm):
                 f"Hopper's kernel takes at most {_MOST_EXPERTS} experts, got {len(down)}"
             )
         for weights in (gate_up, down):
-            is_transposed = down.dtype != MXFP4 and _fits_tma(weights.mT)
-            if not _fits_tma(weights) and not is_transposed:
+            is_transposed = down.dtype != MXFP4 and is_readable(weights.mT)
+            if not is_readable(weights) and not is_transposed:
                 return ValueError(
                     "Hopper's kernel takes contiguous weights, or transposed bf16, at multiples of "
                     "16 bytes"
@@ -75,19 +75,19 @@ class Hopper(Gemm):
 
     def multiply(self, rows: Scaled, weights: Scaled, ends: Tensor, alignment: int) -> Tensor:
         values, scales = weights
-        plain = _for_tma(plain_rows(rows, product_dtype(values)))
+        plain = readable(plain_rows(rows, product_dtype(values)))
         if scales is None:
             product: Tensor = ops.hopper_gemm(plain, values, ends)
         else:
-            product = ops.hopper_gemm_mxfp4(plain, values, _for_tma(scales), ends)
+            product = ops.hopper_gemm_mxfp4(plain, values, readable(scales), ends)
         return product
 
     def multiply_plain(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-        product: Tensor = ops.hopper_gemm(_for_tma(rows), weights, ends)
+        product: Tensor = ops.hopper_gemm(readable(rows), weights, ends)
         return product
 
     def multiply_for_weights(self, grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
-        gradient: Tensor = ops.hopper_gemm_weights(_for_tma(grad), _for_tma(rows), ends)
+        gradient: Tensor = ops.hopper_gemm_weights(readable(grad), readable(rows), ends)
         return gradient
 
     def train(
@@ -99,7 +99,7 @@ class Hopper(Gemm):
         operator = ops.hopper_experts
         if _fits_one_kernel(weights):
             operator = ops.fused_experts_of_training
-        out, gate_up = operator(_for_tma(rows), weights.gate_up, weights.down, bias, *segments)
+        out, gate_up = operator(readable(rows), weights.gate_up, weights.down, bias, *segments)
         return out, gate_up
 
     def train_backward(
@@ -114,10 +114,10 @@ class Hopper(Gemm):
         """See `Gemm.train_backward`. One operator computes all products."""
         rows = kept.rows
         if rows is not None:
-            rows = _for_tma(rows)
+            rows = readable(rows)
         w_gate_up = kept.w_gate_up
         tensors = ops.hopper_experts_backward(
-            _for_tma(grad),
+            readable(grad),
             rows,
             gate_up,
             kept.row_weights,
@@ -142,19 +142,7 @@ def _fits_one_kernel(weights: TrainedWeights) -> bool:
     e, D, F = weights.down.shape
     if e > MOST_FUSED_EXPERTS or D % FUSED_STEP or F % FUSED_STEP:
         return False
-    return _fits_tma(weights.gate_up) and _fits_tma(weights.down)
-
-
-def _fits_tma(tensor: Tensor) -> bool:
-    """Whether TMA can read a tensor: it must be contiguous and begin at a multiple of 16 bytes."""
-    return tensor.is_contiguous() and tensor.data_ptr() % _BYTES == 0
-
-
-def _for_tma(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy of it if TMA cannot read the tensor."""
-    if tensor.is_contiguous() and tensor.data_ptr() % _BYTES == 0:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+    return is_readable(weights.gate_up) and is_readable(weights.down)
 
 
 @functools.cache

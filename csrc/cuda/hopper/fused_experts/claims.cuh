@@ -83,12 +83,12 @@ __device__ __forceinline__ SegmentRows rows_of(const FewRowsArgs& args, Shared<T
 
 // Whether D and F are multiples of 128, so that no tile and no step is in part behind the end.
 template <typename T>
-constexpr bool kWhole = T::kScaled && !T::kPacked;
+constexpr bool kHasWholeBlocks = T::kScaled && !T::kPacked;
 
 // Tiles of h side by side.
 template <typename T>
 __device__ __forceinline__ int32_t h_tiles(int32_t F) {
-  return kWhole<T> ? F / kHColumns : ceil_of(F, kHColumns);
+  return kHasWholeBlocks<T> ? F / kHColumns : ceil_of(F, kHColumns);
 }
 
 // How many parts of a tile's weight rows there are: the second of outputs may lie behind the last.
@@ -165,14 +165,14 @@ class Tiles {
       : shared_(shared), told_(told) {}
 
   __device__ __forceinline__ int32_t place() const { return turn_ % kQueue; }
-  // Waits for the next tile, which keeps its place until its users are done.
-  __device__ __forceinline__ const Tile& next() const {
+  // Waits for the tile whose turn it is. It keeps its place until its users are done.
+  __device__ __forceinline__ const Tile& current() const {
     wait_mbarrier(&told_[place()], turn_ / kQueue & 1);
     return shared_.queue[place()];
   }
-  // The next one comes, though this user is not done.
-  __device__ __forceinline__ void skip() { ++turn_; }
-  // One thread of each user says that it is done.
+  // It is the turn of the next one, though this user is not done.
+  __device__ __forceinline__ void advance() { ++turn_; }
+  // The same where one thread of each user says that it is done.
   __device__ __forceinline__ void done() { arrive(&shared_.done[turn_++ % kQueue]); }
   // The same for a warp.
   __device__ __forceinline__ void done_as_warp() {

@@ -71,6 +71,8 @@ struct Mxfp4 {
   static constexpr int kGroups = 4;
   static constexpr int kStages = 6;
   static constexpr int kScaleStages = 3;
+  // Up to so many rows are columns of one product by themselves.
+  static constexpr int kFewestColumns = 8;
   static constexpr int kStepsAtOnce = 1;
   static constexpr int kLeavingTokens = kTokens;
   static constexpr int64_t kMostExperts = kFusedExperts;

@@ -6,7 +6,8 @@
 namespace epmoe::cuda::fused {
 
 // In front of the kernel. Where its last block clears them instead, few rows take longer. The
-// kernel's blocks get their place while this one still waits, and then wait for it.
+// kernel's blocks get their place while this one still waits, and then wait for it. It may let them
+// start before it waits itself: they touch no memory before it has ended.
 static __global__ void clear_counters(const __grid_constant__ FewRowsArgs args) {
   let_successor_start();
   wait_for_predecessor();

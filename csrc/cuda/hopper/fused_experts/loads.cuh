@@ -7,7 +7,8 @@
 namespace epmoe::cuda::fused {
 
 // Steps before its end at which the loader of a tile's rows wants the next tile: a claim takes as
-// long. A block that waits for h claims no further tile, since others may be free for it.
+// long, and with two passes it takes as long again to find the next tile's largest scales. A block
+// that waits for h claims no further tile, since others may be free for it.
 template <typename T>
 constexpr int kWantedBefore = T::kPasses == 1 ? 4 : 8;
 // A wait for h ends after it. Running blocks compute what it waits for, so it ends long before,
@@ -35,7 +36,7 @@ __device__ __forceinline__ void load_weights(const FewRowsArgs& args, const Weig
   constexpr int kHalf = kBoxRows<T> * kLineBytes;
   Tiles<T> tiles(shared, shared.claimed);
   while (true) {
-    const Tile tile = tiles.next();
+    const Tile tile = tiles.current();
     if (tile.expert == kNoTile) return;
     const CUtensorMap& first = tile.down ? maps.down : maps.gates;
     const CUtensorMap& second = tile.down ? maps.down : maps.ups;
@@ -85,19 +86,22 @@ __device__ __forceinline__ int32_t acquire(const int32_t* counter) {
   return value;
 }
 
-// Waits until `wanted` tiles of h are written, and returns whether they were in time. Then this
-// thread's TMA may read h.
-__device__ __forceinline__ bool await_h(const int32_t* written, int32_t wanted) {
+// Waits until `wanted` tiles of h are written, or says that they are late. Then this thread's TMA
+// may read h. Who reads `late` for a tile before may see it, too, and makes outputs NaN that were
+// right.
+__device__ __forceinline__ void await_h(const int32_t* written, int32_t wanted, bool& late) {
   uint64_t deadline_ns = 0;
   for (uint32_t tries = 1; acquire(written) < wanted; ++tries) {
     __nanosleep(20);
     if (tries % 64) continue;
     const uint64_t now = now_ns();
     if (!deadline_ns) deadline_ns = now + kLongestNs;
-    if (now >= deadline_ns) return false;
+    if (now >= deadline_ns) {
+      late = true;
+      return;
+    }
   }
   asm volatile("fence.proxy.async;" ::: "memory");
-  return true;
 }
 
 template <typename T>
@@ -106,10 +110,10 @@ __device__ __forceinline__ void load_rows(const FewRowsArgs& args, const Maps& m
   const int32_t tiles_of_h = h_tiles<T>(static_cast<int32_t>(args.F));
   Tiles<T> tiles(shared, shared.claimed);
   while (true) {
-    const Tile& claimed = tiles.next();
+    const Tile& claimed = tiles.current();
     // After one wait that was too long, none waits.
     if (claimed.expert != kNoTile && claimed.down && !shared.late)
-      shared.late = !await_h(&args.counters[kWritten + claimed.part], tiles_of_h);
+      await_h(&args.counters[kWritten + claimed.part], tiles_of_h, shared.late);
     if constexpr (T::kScaled) arrive(&shared.readable[tiles.place()]);
     if (claimed.expert == kNoTile) return;
     const bool full = is_full<T>(claimed);
@@ -279,7 +283,7 @@ __device__ __forceinline__ void load_scales(const FewRowsArgs& args, Shared<T>& 
                                             Stages<T> ring) {
   Tiles<T> tiles(shared, shared.readable);
   while (true) {
-    const Tile& tile = tiles.next();
+    const Tile& tile = tiles.current();
     if (tile.expert == kNoTile) return;
     const bool spoilt = tile.down && shared.late;
     const int32_t end = ring.turn + tile.steps;

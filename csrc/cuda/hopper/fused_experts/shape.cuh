@@ -20,7 +20,7 @@ constexpr int kTokenStep = 16;
 // Tokens in a box.
 template <typename T>
 constexpr int kBoxTokens = T::kPasses == 1 ? kTokenStep : 3 * kTokenStep;
-// Weight rows in a box: a quarter or a half of a pass.
+// Weight rows in a box: half of a pass.
 template <typename T>
 constexpr int kBoxRows = kWeightRows / 2 / T::kPasses;
 // Elements along k in a step: a line. In fp8 they share a scale.
@@ -59,8 +59,8 @@ template <typename T>
 constexpr int kStageBytes = kWeightBytes<T> + T::kTokens * kLineBytes;
 template <typename T>
 using Stages = Ring<T::kStages, kStageBytes<T>>;
-// Who fills a stage: the thread that loads weights, the one that loads rows, or in MXFP4 the warp
-// that brings them into order, and each lane of the warp that loads scales of rows.
+// Who fills a stage: the thread that loads weights, the one that loads rows, or the warp that
+// brings them into order, and each lane of the warp that loads scales of rows.
 template <typename T>
 constexpr int kFilling = 1 + (T::kOrdered ? kArriving : 1) + (T::kScaled ? 32 : 0);
 template <typename T>
@@ -278,6 +278,10 @@ struct Shared {
 static_assert(offsetof(Shared<Fp8>, queue) == offsetof(Shared<Fp8Few>, queue));
 static_assert(offsetof(Shared<Fp8>, claimed) == offsetof(Shared<Fp8Few>, claimed));
 static_assert(offsetof(Shared<Fp8>, first) == offsetof(Shared<Fp8Few>, first));
+// Either has the threads and the arrivals of the other.
+static_assert(kThreads<Fp8> == kThreads<Fp8Few> && kMultipliers<Fp8> == kMultipliers<Fp8Few>);
+static_assert(kFilling<Fp8> == kFilling<Fp8Few> && kEmptying<Fp8> == kEmptying<Fp8Few>);
+static_assert(kUsers<Fp8> == kUsers<Fp8Few>);
 
 // The shared memory of a multiprocessor, without what CUDA takes of it for a block.
 constexpr int64_t kMostSharedBytes = 227 << 10;

@@ -65,7 +65,7 @@ __device__ __forceinline__ void write_h(const FewRowsArgs& args, const Tile& til
   const char* gates = shared.leaving[lane / kLanesOfBox * 2];
   const char* ups = gates + kLeavingBytes<T>;
   // The last tile of h may be wider than what is left of it.
-  const bool inside = kWhole<T> || column < args.F;
+  const bool inside = kHasWholeBlocks<T> || column < args.F;
   if (!T::kScaled && !inside) return;
   auto* out = static_cast<typename T::Element*>(args.h_NF) + tile.row * args.F + column;
   [[maybe_unused]] float* scales =
@@ -116,7 +116,7 @@ constexpr bool kHasPlain = !T::kOrdered;
 template <typename T>
 __device__ __forceinline__ bool is_plain(const FewRowsArgs& args) {
   const Gating& gating = args.gating;
-  if constexpr (T::kScaled && !kWhole<T>)
+  if constexpr (T::kScaled && !kHasWholeBlocks<T>)
     if (args.F % kHColumns) return false;
   return !args.gate_up_bias && gating.limit == INFINITY && gating.alpha == 1.0f &&
          gating.up_offset == 0.0f;
@@ -256,7 +256,7 @@ template <typename T>
 __device__ __forceinline__ void write_tiles(const FewRowsArgs& args, Shared<T>& shared) {
   Tiles<T> tiles(shared, shared.claimed);
   for (int32_t turn = 0;; ++turn) {
-    const Tile& tile = tiles.next();
+    const Tile& tile = tiles.current();
     if (tile.expert == kNoTile) return;
     write_rows(args, tile, shared, turn, 0);
     if constexpr (T::kLeavingTokens < T::kTokens)

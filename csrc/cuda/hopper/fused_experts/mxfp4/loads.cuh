@@ -15,7 +15,7 @@ __device__ __forceinline__ void copy_piece(uint32_t to, const uint8_t* from) {
 struct ScaleRow {
   int64_t at;
 
-  // `row` is one of the tile's. It may be in part behind the last one.
+  // `row` is one of the tile's, which may be in part behind the last one.
   __device__ __forceinline__ ScaleRow(const FewRowsArgs& args, const Tile& tile, int32_t row) {
     const bool up = !tile.down && row >= kHColumns;
     const int64_t column = tile.column + row % (tile.down ? kOutputs : kHColumns);
@@ -106,7 +106,7 @@ __device__ __forceinline__ void load_codes(const FewRowsArgs& args, const Maps& 
   const bool first_lane = threadIdx.x % 32 == 0;
   Tiles<T> tiles(shared, shared.claimed);
   while (true) {
-    const Tile tile = tiles.next();
+    const Tile tile = tiles.current();
     if (tile.expert == kNoTile) return;
     const CUtensorMap& first = tile.down ? maps.down : maps.gates;
     const CUtensorMap& second = tile.down ? maps.down : maps.ups;
@@ -177,11 +177,13 @@ __device__ __forceinline__ void load_scales_and_order(const FewRowsArgs& args,
                                                       Shared<Mxfp4>& shared, Stages<Mxfp4> ring) {
   Tiles<Mxfp4> tiles(shared, shared.readable);
   while (true) {
-    const Tile& tile = tiles.next();
+    const Tile& tile = tiles.current();
     if (tile.expert == kNoTile) return;
     const bool spoilt = tile.down && shared.late;
-    // Eight rows are multiplied by themselves.
-    const int32_t width = tile.down ? 0 : tile.count <= 8 ? 8 : tile.width;
+    // The rows that are multiplied.
+    int32_t width = max(tile.count, Mxfp4::kFewestColumns);
+    if (width > Mxfp4::kFewestColumns) width = tile.width;
+    if (tile.down) width = 0;
     const int32_t end = ring.turn + tile.steps;
     LaneScales<Mxfp4> scales(args, tile);
     tiles.done_as_warp();

@@ -13,7 +13,7 @@ __device__ __forceinline__ void load_scales_of_passes(const FewRowsArgs& args,
                                                       Stages<ManyMxfp4> ring) {
   Tiles<ManyMxfp4> tiles(shared, shared.readable);
   while (true) {
-    const Tile& tile = tiles.next();
+    const Tile& tile = tiles.current();
     if (tile.expert == kNoTile) return;
     const bool spoilt = tile.down && shared.late;
     const int32_t steps = tile.steps;

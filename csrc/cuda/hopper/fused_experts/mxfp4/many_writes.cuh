@@ -12,18 +12,18 @@ __device__ __forceinline__ void write_tiles_of_passes(const FewRowsArgs& args,
   Tiles<ManyMxfp4> ahead(shared, shared.claimed);
   Tiles<ManyMxfp4> tiles(shared, shared.claimed);
   for (int32_t turn = -1;; ++turn) {
-    // Scales of the next tile.
-    const Tile& next = ahead.next();
+    // Scales of the next tile. Behind the last one it stays there.
+    const Tile& next = ahead.current();
     if (next.expert != kNoTile) {
       const int32_t place = ahead.place();
       const bool small = find_largest(args, next, shared.more.largest[place]);
       if (threadIdx.x % 32 == 0) shared.more.some_small[place][threadIdx.x % kWriters / 32] = small;
       arrive(&shared.more.scaled[place]);
-      ahead.skip();
+      ahead.advance();
     }
     if (turn < 0) continue;
     // Products of this one.
-    const Tile& tile = tiles.next();
+    const Tile& tile = tiles.current();
     if (tile.expert == kNoTile) return;
     write_rows(args, tile, shared, turn, 0);
     if (!tile.down) count_h(args, tile);

@@ -4,30 +4,16 @@ outputs have the bits that they have elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from addresses import moved
 from expert_inputs import BF16, FP8, GPT_OSS
 from test_drawn_mxfp4 import Case, Options
 from test_few_rows import COUNTS, Rows, built
-from torch import Tensor
 
 import epmoe
 
 pytestmark = pytest.mark.usefixtures("serving")
-
-Call = Callable[[], Tensor]
-
-
-def moved(tensor: Tensor) -> Tensor:
-    """A copy that begins one element behind a multiple of 16 bytes."""
-    size = tensor.element_size()
-    longer = torch.empty(size + tensor.numel() * size, dtype=torch.uint8, device=tensor.device)
-    copy = longer[size:].view(tensor.dtype).view(tensor.shape)
-    copy.view(torch.uint8).copy_(tensor.contiguous().view(torch.uint8))
-    assert copy.data_ptr() % 16 == size
-    return copy
 
 
 def move_parameters(experts: epmoe.GroupedExperts) -> None:

@@ -36,23 +36,23 @@ constexpr EPMOE_HD int next_width(int width) {
 // Each width has loops of its own.
 template <typename T, int kWidth = kTokenStep>
 __device__ __forceinline__ void multiply_tile(const Tile& tile, Shared<T>& shared, Stages<T>& ring,
-                                              int32_t turn) {
+                                              int32_t departed) {
   if constexpr (kWidth < T::kTokens)
     if (tile.width > kWidth)
-      return multiply_tile<T, next_width<T>(kWidth)>(tile, shared, ring, turn);
+      return multiply_tile<T, next_width<T>(kWidth)>(tile, shared, ring, departed);
   if constexpr (kHasFull<T> && kWidth > kFullTokens) {
     OverfullSums sums = {};
     sum_overfull_tile(tile, shared, ring, sums);
-    leave_overfull_tile(tile, shared, turn, sums);
+    leave_overfull_tile(tile, shared, departed, sums);
   } else {
     float first[kWidth / 2] = {};
     float second[kWidth / 2] = {};
     if constexpr (kHasFull<T> && kWidth == kFullTokens) {
       sum_full_tile(tile, shared, ring, first, second);
-      leave_full_tile(tile, shared, turn, first, second);
+      leave_full_tile(tile, shared, departed, first, second);
     } else {
       sum_tile(tile, shared, ring, first, second);
-      leave(shared, turn, first, second);
+      leave(shared, departed, first, second);
     }
   }
 }
@@ -80,11 +80,11 @@ __device__ __forceinline__ void take_role(const FewRowsArgs& args, const Maps& m
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMathRegisters));
   Tiles<T> tiles(shared, shared.claimed);
-  for (int32_t turn = 0;; ++turn) {
+  for (int32_t departed = 0;; ++departed) {
     const Tile& tile = tiles.current();
     if (tile.expert == kNoTile) return;
-    multiply_tile(tile, shared, ring, turn);
-    turn += further_turns<T>(tile);
+    multiply_tile(tile, shared, ring, departed);
+    departed += further_departures<T>(tile);
     tiles.done_as_warp();
   }
 }

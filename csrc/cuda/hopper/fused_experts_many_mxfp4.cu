@@ -28,16 +28,17 @@ static_assert(kManyLoadRegisters + kManyWriteRegisters + ManyMxfp4::kGroups * kM
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// Each width has loops of its own. `turn` counts tiles, `place` is that of the tile in the queue,
-// whose largest scales are known. kSomeSmall: those of some warps may be small.
+// Each width has loops of its own. `place` is that of the tile in the queue, whose largest scales
+// are known. kSomeSmall: those of some warps may be small.
 template <bool kSomeSmall, int kWidth = kTokenStep>
 __device__ __forceinline__ void multiply_tile(const FewRowsArgs& args, const Tile& tile,
                                               Shared<ManyMxfp4>& shared, WalkOfSteps& ring,
-                                              WalkOfWindows& windows, int32_t turn, int32_t place) {
+                                              WalkOfWindows& windows, int32_t departed,
+                                              int32_t place) {
   if constexpr (kWidth < ManyMxfp4::kTokens)
     if (tile.width > kWidth)
-      return multiply_tile<kSomeSmall, kWidth + kTokenStep>(args, tile, shared, ring, windows, turn,
-                                                            place);
+      return multiply_tile<kSomeSmall, kWidth + kTokenStep>(args, tile, shared, ring, windows,
+                                                            departed, place);
   const int32_t passes = passes_of<ManyMxfp4>(args, tile);
   const uint8_t* largest = shared.more.largest[place];
 #pragma unroll 1
@@ -45,7 +46,7 @@ __device__ __forceinline__ void multiply_tile(const FewRowsArgs& args, const Til
     float sums[kWidth / 2] = {};
     sum_pass<kWidth, kSomeSmall>(args, tile, shared, ring, windows, pass, largest, sums);
     // They leave in bf16, a box of each warpgroup, once what lay there has been taken.
-    if (turn && pass == 0) wait_mbarrier(&shared.taken, (turn - 1) & 1);
+    if (pass == 0) await_room(shared, departed);
     const int32_t thread = thread_of_tile();
     const int32_t box = 2 * pass + thread / kWarpgroup;
     store_turned<kWidth>(shared_address(shared.leaving[box]), sums, 0, thread);
@@ -89,16 +90,16 @@ __global__ void __launch_bounds__(kThreads<ManyMxfp4>, 1)
   Tiles<T> tiles(shared, shared.claimed);
   WalkOfSteps steps(ring);
   WalkOfWindows scales(windows);
-  for (int32_t turn = 0;; ++turn) {
+  for (int32_t departed = 0;; ++departed) {
     const Tile& tile = tiles.current();
     if (tile.expert == kNoTile) return;
     const int32_t place = tiles.place();
-    wait_mbarrier(&shared.more.scaled[place], turn / kQueue & 1);
+    wait_mbarrier(&shared.more.scaled[place], tiles.phase());
     // Such scales are rare, so they have one loop, of the largest width.
     if (shared.more.has_small(place))
-      multiply_tile<true, T::kTokens>(args, tile, shared, steps, scales, turn, place);
+      multiply_tile<true, T::kTokens>(args, tile, shared, steps, scales, departed, place);
     else
-      multiply_tile<false>(args, tile, shared, steps, scales, turn, place);
+      multiply_tile<false>(args, tile, shared, steps, scales, departed, place);
     tiles.done_as_warp();
   }
 #endif

@@ -32,16 +32,17 @@ static_assert(kMxfp4LoadRegisters + kMxfp4WriteRegisters + Mxfp4::kGroups * kMxf
 template <int kWidth = Mxfp4::kFewestColumns>
 __device__ __forceinline__ void multiply_tile(const FewRowsArgs& args, const Tile& tile,
                                               Shared<Mxfp4>& shared, Stages<Mxfp4>& ring,
-                                              ScaleStages<Mxfp4>& windows, int32_t turn) {
+                                              ScaleStages<Mxfp4>& windows, int32_t departed) {
   constexpr int kNext = kWidth < kTokenStep ? kTokenStep : kWidth + kTokenStep;
   if constexpr (kWidth < Mxfp4::kTokens)
-    if (tile.count > kWidth) return multiply_tile<kNext>(args, tile, shared, ring, windows, turn);
+    if (tile.count > kWidth)
+      return multiply_tile<kNext>(args, tile, shared, ring, windows, departed);
   float sums[kWidth / 2] = {};
   if constexpr (kWidth <= 16)
     sum_few<kWidth>(args, tile, shared, ring, windows, sums);
   else
     sum_many<kWidth>(args, tile, shared, ring, windows, sums);
-  leave_box(shared, turn, sums);
+  leave_box(shared, departed, sums);
 }
 
 #endif
@@ -75,10 +76,10 @@ __global__ void __launch_bounds__(kThreads<Mxfp4>, 1)
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMxfp4MathRegisters));
   Tiles<Mxfp4> tiles(shared, shared.claimed);
-  for (int32_t turn = 0;; ++turn) {
+  for (int32_t departed = 0;; ++departed) {
     const Tile& tile = tiles.current();
     if (tile.expert == kNoTile) return;
-    multiply_tile(args, tile, shared, ring, windows, turn);
+    multiply_tile(args, tile, shared, ring, windows, departed);
     tiles.done_as_warp();
   }
 #endif

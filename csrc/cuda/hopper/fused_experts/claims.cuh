@@ -165,9 +165,11 @@ class Tiles {
       : shared_(shared), told_(told) {}
 
   __device__ __forceinline__ int32_t place() const { return turn_ % kQueue; }
+  // The phase of the mbarriers of its place.
+  __device__ __forceinline__ uint32_t phase() const { return turn_ / kQueue & 1; }
   // Waits for the tile whose turn it is. It keeps its place until its users are done.
   __device__ __forceinline__ const Tile& current() const {
-    wait_mbarrier(&told_[place()], turn_ / kQueue & 1);
+    wait_mbarrier(&told_[place()], phase());
     return shared_.queue[place()];
   }
   // It is the turn of the next one, though this user is not done.

@@ -104,10 +104,10 @@ __device__ __forceinline__ void sum_full_tile(const Tile& tile, const Shared<Fp8
 
 // The sums leave as in leave(). A warp has 16 tokens, with all columns.
 template <int kCount>
-__device__ __forceinline__ void leave_full_tile(const Tile& tile, Shared<Fp8>& shared, int32_t turn,
-                                                const float (&first)[kCount],
+__device__ __forceinline__ void leave_full_tile(const Tile& tile, Shared<Fp8>& shared,
+                                                int32_t departed, const float (&first)[kCount],
                                                 const float (&second)[kCount]) {
-  if (turn) wait_mbarrier(&shared.taken, (turn - 1) & 1);
+  await_room(shared, departed);
   const int32_t thread = thread_of_tile();
   // Boxes have gates and ups by turns, but outputs in their order.
   const int32_t to_half = tile.down ? 1 : 2;

@@ -109,8 +109,8 @@ __device__ __forceinline__ void sum_overfull_tile(const Tile& tile, const Shared
 
 // The sums leave as in leave_full_tile(), with lines of the tokens beyond behind the others.
 __device__ __forceinline__ void leave_overfull_tile(const Tile& tile, Shared<Fp8>& shared,
-                                                    int32_t turn, const OverfullSums& sums) {
-  if (turn) wait_mbarrier(&shared.taken, (turn - 1) & 1);
+                                                    int32_t departed, const OverfullSums& sums) {
+  await_room(shared, departed);
   const int32_t thread = thread_of_tile();
   // Boxes have gates and ups by turns, but outputs in their order.
   const int32_t to_next = tile.down ? 1 : 2;

@@ -120,7 +120,7 @@ constexpr int32_t kNoTile = -1;
 
 // How often a tile's products leave, beyond once.
 template <typename T>
-__device__ __forceinline__ int32_t further_turns(const Tile& tile) {
+__device__ __forceinline__ int32_t further_departures(const Tile& tile) {
   return T::kLeavingTokens < T::kTokens ? (tile.width - 1) / T::kLeavingTokens : 0;
 }
 
@@ -272,6 +272,13 @@ struct Shared {
     return static_cast<int64_t>(sizeof(Shared) + (experts + 1) * sizeof(int32_t)) + rows;
   }
 };
+
+// Waits until `leaving` has room: products have been taken that left before. `departed` counts how
+// often some have.
+template <typename T>
+__device__ __forceinline__ void await_room(Shared<T>& shared, int32_t departed) {
+  if (departed) wait_mbarrier(&shared.taken, (departed - 1) & 1);
+}
 
 // A launch that chooses has the same memory for either: only stages, what leaves, scales, and
 // mbarriers of stages differ.

@@ -140,15 +140,15 @@ __device__ __forceinline__ void sum_tile(const Tile& tile, const Shared<Bf16>&, 
 }
 
 // The sums leave in bf16, a token's columns side by side, once what lay there has been taken.
-// `turn` counts how often they do.
+// `departed` counts how often some have.
 template <typename T, int kCount>
-__device__ __forceinline__ void leave(Shared<T>& shared, int32_t turn, const float (&first)[kCount],
-                                      const float (&second)[kCount]) {
+__device__ __forceinline__ void leave(Shared<T>& shared, int32_t departed,
+                                      const float (&first)[kCount], const float (&second)[kCount]) {
   constexpr int kWidth = 2 * kCount;
   constexpr int kAtOnce = kWidth < T::kLeavingTokens ? kWidth : T::kLeavingTokens;
 #pragma unroll
-  for (int from = 0; from < kWidth; from += kAtOnce, ++turn) {
-    if (turn) wait_mbarrier(&shared.taken, (turn - 1) & 1);
+  for (int from = 0; from < kWidth; from += kAtOnce, ++departed) {
+    await_room(shared, departed);
     const int32_t thread = thread_of_tile();
     const int32_t box = thread / kWarpgroup * 2;
     store_turned<kAtOnce>(shared_address(shared.leaving[box]), first, from, thread);

@@ -236,11 +236,11 @@ __device__ __forceinline__ void count_h(const FewRowsArgs& args, const Tile& til
         : "memory");
 }
 
-// Some rows of a tile. `turn` counts how often products have left.
+// Some rows of a tile. `departed` counts how often products have left.
 template <typename T>
 __device__ __forceinline__ void write_rows(const FewRowsArgs& args, const Tile& tile,
-                                           Shared<T>& shared, int32_t turn, int32_t from_row) {
-  wait_mbarrier(&shared.summed, turn & 1);
+                                           Shared<T>& shared, int32_t departed, int32_t from_row) {
+  wait_mbarrier(&shared.summed, departed & 1);
   if (tile.down)
     write_outputs(args, tile, shared, from_row);
   else if (kHasPlain<T> && is_plain<T>(args))
@@ -255,14 +255,14 @@ __device__ __forceinline__ void write_rows(const FewRowsArgs& args, const Tile& 
 template <typename T>
 __device__ __forceinline__ void write_tiles(const FewRowsArgs& args, Shared<T>& shared) {
   Tiles<T> tiles(shared, shared.claimed);
-  for (int32_t turn = 0;; ++turn) {
+  for (int32_t departed = 0;; ++departed) {
     const Tile& tile = tiles.current();
     if (tile.expert == kNoTile) return;
-    write_rows(args, tile, shared, turn, 0);
+    write_rows(args, tile, shared, departed, 0);
     if constexpr (T::kLeavingTokens < T::kTokens)
       for (int32_t from_row = T::kLeavingTokens; from_row < tile.width;
            from_row += T::kLeavingTokens)
-        write_rows(args, tile, shared, ++turn, from_row);
+        write_rows(args, tile, shared, ++departed, from_row);
     if (!tile.down) count_h(args, tile);
     tiles.done_as_warp();
   }

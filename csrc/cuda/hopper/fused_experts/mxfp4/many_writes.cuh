@@ -11,7 +11,7 @@ __device__ __forceinline__ void write_tiles_of_passes(const FewRowsArgs& args,
                                                       Shared<ManyMxfp4>& shared) {
   Tiles<ManyMxfp4> ahead(shared, shared.claimed);
   Tiles<ManyMxfp4> tiles(shared, shared.claimed);
-  for (int32_t turn = -1;; ++turn) {
+  for (int32_t departed = -1;; ++departed) {
     // Scales of the next tile. Behind the last one it stays there.
     const Tile& next = ahead.current();
     if (next.expert != kNoTile) {
@@ -21,11 +21,11 @@ __device__ __forceinline__ void write_tiles_of_passes(const FewRowsArgs& args,
       arrive(&shared.more.scaled[place]);
       ahead.advance();
     }
-    if (turn < 0) continue;
+    if (departed < 0) continue;
     // Products of this one.
     const Tile& tile = tiles.current();
     if (tile.expert == kNoTile) return;
-    write_rows(args, tile, shared, turn, 0);
+    write_rows(args, tile, shared, departed, 0);
     if (!tile.down) count_h(args, tile);
     tiles.done_as_warp();
   }

@@ -309,13 +309,13 @@ __device__ __forceinline__ void sum_many(const FewRowsArgs& args, const Tile& ti
 
 // The sums leave in bf16, as those of fp8 do. A warpgroup has a box.
 template <int kCount>
-__device__ __forceinline__ void leave_box(Shared<Mxfp4>& shared, int32_t turn,
+__device__ __forceinline__ void leave_box(Shared<Mxfp4>& shared, int32_t departed,
                                           const float (&sums)[kCount]) {
   if constexpr (kCount == 4) {
     const float padded[8] = {sums[0], sums[1], sums[2], sums[3]};
-    return leave_box(shared, turn, padded);
+    return leave_box(shared, departed, padded);
   }
-  if (turn) wait_mbarrier(&shared.taken, (turn - 1) & 1);
+  await_room(shared, departed);
   const int32_t thread = thread_of_tile();
   store_turned<2 * kCount>(shared_address(shared.leaving[thread / kWarpgroup]), sums, 0, thread);
   __syncwarp();

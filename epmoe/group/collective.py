@@ -119,7 +119,15 @@ def _new_group(eps: Sequence[Member], timeout_s: float) -> dist.ProcessGroup:
 
     make = partial(dist.new_group, backend="gloo")
     with peers.waiting():
-        return connected(make, timeout_s / MOST_TIMEOUTS, timeout_s)
+        group = connected(make, timeout_s / MOST_TIMEOUTS, timeout_s)
+    # A rank whose own connections stand may leave at once, which would end the attempts of ranks
+    # that still connect to one another. So none has the group before all have connected.
+    try:
+        Peers.of(group, timeout_s).all_gather(None)
+    except BaseException:
+        dist.destroy_process_group(group)
+        raise
+    return group
 
 
 @contextmanager

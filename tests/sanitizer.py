@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 from epmoe.native.build import build
@@ -345,6 +346,11 @@ def sanitize(
         return list(pool.map(run, range(ranks)))
 
 
+@cache
+def library_of_racecheck() -> str:
+    return str(build(defines=(EACH_LANE_ARRIVES,)))
+
+
 def errors_of(run: subprocess.CompletedProcess[str]) -> int | None:
     """What the tool counted; None where it did not get to its end."""
     counted = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", run.stdout)
@@ -357,26 +363,24 @@ def main() -> int:
     if TOOL is None:
         print("sanitize: there is no compute-sanitizer on the PATH or in CUDA_HOME/bin")
         return 1
-    # The library in which racecheck looks for races.
-    each_lane_arrives = str(build(defines=(EACH_LANE_ARRIVES,)))
     # Each part under each of its tools, a line for each.
     failed = []
-    print("tool        part            ranks  errors      s")
+    print("tool        part                ranks  errors      s")
     for part in sys.argv[1:] or PARTS:
         script, ranks, tools = PARTS[part]
         for tool in tools:
             if ranks > torch.cuda.device_count():
-                print(f"{tool:12}{part:16}{ranks:5}  needs {ranks} GPUs")
+                print(f"{tool:12}{part:20}{ranks:5}  needs {ranks} GPUs")
                 continue
+            library = library_of_racecheck() if tool == RACECHECK else None
             # All ranks have to come to their end.
             started = time.monotonic()
-            library = each_lane_arrives if tool == RACECHECK else None
             runs = sanitize(tool, script, ranks=ranks, library=library)
             counts = [errors_of(run) for run in runs]
             total = None if None in counts else sum(counts)
             errors = "no end" if total is None else total
             took = time.monotonic() - started
-            print(f"{tool:12}{part:16}{ranks:5}{errors:>8}{took:7.0f}", flush=True)
+            print(f"{tool:12}{part:20}{ranks:5}{errors:>8}{took:7.0f}", flush=True)
             if total != 0:
                 for rank, run in enumerate(runs):
                     failed.append(
